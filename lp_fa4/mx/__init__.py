@@ -29,8 +29,8 @@ from lp_fa4.mx.tensor import MXTensor, cat, expand_scale
 __all__ = [
     "E4M3_MAX",
     "GROUP",
-    "MXTensor",
     "SF_TILE",
+    "MXTensor",
     "cast_e4m3",
     "cat",
     "check_offsets",

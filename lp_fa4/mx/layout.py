@@ -3,14 +3,17 @@
 Two rules place everything; both are computable from ``offsets[b]`` and ``b`` alone, with no prefix sum over padded
 lengths and no host read of device data:
 
-* **groups**: group ``g`` (32 tokens) of sequence ``b`` owns the row ``offsets[b] // 32 + b + g`` of the compact scale grid;
-* **tiles**: tile ``i`` (128 tokens) of sequence ``b`` owns the tile ``offsets[b] // 128 + b + i`` of a swizzled buffer.
+* **groups**: group ``g`` (32 tokens) of sequence ``b`` owns the row ``offsets[b] // 32 + b + g`` of the compact scale
+  grid;
+* **tiles**: tile ``i`` (128 tokens) of sequence ``b`` owns the tile ``offsets[b] // 128 + b + i`` of a swizzled
+  buffer.
 
 Both are injective because ``floor((x + n) / t) + 1 >= floor(x / t) + ceil(n / t)`` for all integers ``x, n >= 0``.
 
-A swizzled scale-factor (SF) buffer is ``[row tiles, k tiles, 32, 4, 4]`` bytes: one 512-byte atom holds the scales of 128 rows
-by 4 blocks of 32 along the contraction; the byte of row ``r`` and block ``j`` is at ``[r % 32, r // 32 % 4, j % 4]`` of its atom.
-This is the layout that ``tcgen05.cp`` and cuBLAS expect (PTX ISA, "scale factor layout"; cuBLAS, "1D block scaling factors layout").
+A swizzled scale-factor (SF) buffer is ``[row tiles, k tiles, 32, 4, 4]`` bytes: one 512-byte atom holds the scales of
+128 rows by 4 blocks of 32 along the contraction; the byte of row ``r`` and block ``j`` is at ``[r % 32, r // 32 % 4,
+j % 4]`` of its atom. This is the layout that ``tcgen05.cp`` and cuBLAS expect (PTX ISA, "scale factor layout";
+cuBLAS, "1D block scaling factors layout").
 """
 
 import torch
@@ -42,7 +45,9 @@ def sf_tiles(tokens: int, offsets: Tensor | None) -> int:
     return scale_rows(tokens, offsets, SF_TILE)
 
 
-def check_offsets(offsets: Tensor, tokens: int, name: str = "offsets", device: torch.device | None = None, *, validate: bool = False) -> None:
+def check_offsets(
+    offsets: Tensor, tokens: int, name: str = "offsets", device: torch.device | None = None, *, validate: bool = False
+) -> None:
     """Refuse offsets that do not describe ``tokens`` rows, in words.
 
     Dtype, shape and device are always checked. ``validate=True`` also reads the values, which waits for the device:
@@ -63,7 +68,9 @@ def check_offsets(offsets: Tensor, tokens: int, name: str = "offsets", device: t
         raise ValueError(f"{name}[0] is {host[0]}; it must be 0")
     for i in range(1, len(host)):
         if host[i] < host[i - 1]:
-            raise ValueError(f"{name}[{i}] is {host[i]}, less than {name}[{i - 1}] = {host[i - 1]}; offsets must not decrease")
+            raise ValueError(
+                f"{name}[{i}] is {host[i]}, less than {name}[{i - 1}] = {host[i - 1]}; offsets must not decrease"
+            )
     if host[-1] > tokens:
         raise ValueError(f"{name}[-1] is {host[-1]}; it must be at most the number of values, {tokens}")
 
@@ -77,8 +84,8 @@ def sequence_ids(offsets: Tensor, tokens: int) -> Tensor:
 def token_rows(offsets: Tensor, tokens: int, size: int = GROUP) -> Tensor:
     """Row of each token in a jagged grid with groups of ``size`` tokens, int64 ``[tokens]``.
 
-    Tokens at or past ``offsets[-1]`` get the row after the last, ``group_rows(tokens, batch, size)``, so that a grid with
-    one spare row can absorb them.
+    Tokens at or past ``offsets[-1]`` get the row after the last, ``group_rows(tokens, batch, size)``, so that a grid
+    with one spare row can absorb them.
     """
     batch = offsets.shape[0] - 1
     rows = torch.arange(tokens, device=offsets.device)
@@ -89,7 +96,8 @@ def token_rows(offsets: Tensor, tokens: int, size: int = GROUP) -> Tensor:
 
 
 def _group_places(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """For each row of the compact grid: is it a group of some sequence (bool), and its place in 32-token units of the tile rule.
+    """For each row of the compact grid: is it a group of some sequence (bool), and its place in 32-token units of the
+    tile rule.
 
     The place of group ``g`` of sequence ``b`` is ``4 * (offsets[b] // 128 + b) + g``.
     """
@@ -132,8 +140,9 @@ def scatter_sf(scale: Tensor, tokens: int, columns: int, offsets: Tensor | None,
         scale: uint8 ``[rows, ceil(columns / 32)]``, rows by :func:`scale_rows`.
         tokens, columns: size of the payload ``[tokens, columns]``.
         offsets: int ``[B + 1]`` or None.
-        axis: 1 contracts over columns (MMA rows are tokens, each byte repeats over its 32 tokens); 0 contracts over tokens
-            (MMA rows are columns). The token axis follows the tile rule, so a sequence starts at a tile of its own.
+        axis: 1 contracts over columns (MMA rows are tokens, each byte repeats over its 32 tokens); 0 contracts over
+            tokens (MMA rows are columns). The token axis follows the tile rule, so a sequence starts at a tile of its
+            own.
 
     Returns: uint8 ``[row tiles, k tiles, 32, 4, 4]``. Every pad is 0, which decodes to 2^-127 and meets payload 0.
     """
@@ -153,7 +162,9 @@ def scatter_sf(scale: Tensor, tokens: int, columns: int, offsets: Tensor | None,
 
 
 def gather_sf(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None, axis: int) -> Tensor:
-    """Inverse of :func:`scatter_sf`: uint8 ``[scale_rows, ceil(columns / 32)]``; rows that belong to no group are 0."""
+    """Inverse of :func:`scatter_sf`: uint8 ``[scale_rows, ceil(columns / 32)]``; rows that belong to no group are
+    0.
+    """
     if axis not in (0, 1):
         raise ValueError(f"axis is {axis}; allowed are 0 (contract over tokens) and 1 (contract over columns)")
     blocks = -(-columns // GROUP)

@@ -1,11 +1,13 @@
 """The definition of every MXFP8 byte, in plain PyTorch.
 
-* **Scale.** ``amax`` of a block in FP32; the exponent is the smallest ``e`` with ``amax * 2**-e <= 448`` (rounded up, so that no
-  element clips); the byte is ``e + 127``, at least 0. An all-zero block has byte 0. A block with any NaN or infinity has byte 255.
-* **Payload.** Round to nearest even of ``x * 2**-e`` to E4M3, the factor built from exponent bits. In a block of byte 255 every
+* **Scale.** ``amax`` of a block in FP32; the exponent is the smallest ``e`` with ``amax * 2**-e <= 448`` (rounded up,
+  so that no element clips); the byte is ``e + 127``, at least 0. An all-zero block has byte 0. A block with any NaN or infinity
+  has byte 255.
+* **Payload.** Round to nearest even of ``x * 2**-e`` to E4M3, the factor built from exponent bits. In a block of byte
+  255 every
   payload is 0: the block still decodes to NaN, and a neighbour whose tile overlaps it reads 0, not NaN.
-* **Static blocks.** The caller gives the exponent and vouches for the bound; there is no amax. A finite value past 448 saturates as the
-  hardware's conversion does, a NaN or infinity becomes the payload NaN of that element alone.
+* **Static blocks.** The caller gives the exponent and vouches for the bound; there is no amax. A finite value past
+  448 saturates as the hardware's conversion does, a NaN or infinity becomes the payload NaN of that element alone.
 
 All arithmetic on scales is on integer bits, so that the same input gives the same bytes on every device.
 """
@@ -26,7 +28,9 @@ NAN_BYTE = 255
 
 
 def _magnitude_bits(x: Tensor) -> Tensor:
-    """FP32 magnitude as int32 bits: ordered like the magnitudes, every NaN above infinity. So a maximum never loses a NaN."""
+    """FP32 magnitude as int32 bits: ordered like the magnitudes, every NaN above infinity. So a maximum never loses a
+    NaN.
+    """
     return x.to(torch.float32).contiguous().view(torch.int32) & 0x7FFFFFFF
 
 
@@ -38,7 +42,8 @@ def _byte_of_bits(bits: Tensor) -> Tensor:
 def encode_scale(amax: Tensor) -> Tensor:
     """E8M0 byte of a block whose largest magnitude is ``amax``: smallest ``e`` with ``amax * 2**-e <= 448``, plus 127.
 
-    Any float dtype in (taken to FP32 first), uint8 out, same shape. 0 and everything up to 448·2^-127 give 0; NaN and infinity 255.
+    Any float dtype in (taken to FP32 first), uint8 out, same shape. 0 and everything up to 448·2^-127 give 0; NaN and
+    infinity 255.
     """
     return _byte_of_bits(_magnitude_bits(amax))
 
@@ -51,7 +56,8 @@ def inverse_scale(byte: Tensor) -> Tensor:
 
 
 def cast_e4m3(x: Tensor) -> Tensor:
-    """Round to nearest even to ``torch.float8_e4m3fn``; magnitudes past 448, infinity included, saturate (``cvt.rn.satfinite``).
+    """Round to nearest even to ``torch.float8_e4m3fn``; magnitudes past 448, infinity included, saturate
+    (``cvt.rn.satfinite``).
 
     NaN stays NaN. The bits of a NaN are 0x7F, whatever the input's.
     """
@@ -62,9 +68,14 @@ def cast_e4m3(x: Tensor) -> Tensor:
 def _check_block(block: tuple[int, int], columns: int) -> None:
     tokens, width = block
     if tokens not in (0, GROUP, 128) or width < 1:
-        raise ValueError(f"block is {block}; allowed are (32, 32), (32, columns), (128, columns) and, with an exponent, (0, columns)")
+        raise ValueError(
+            f"block is {block}; allowed are (32, 32), (32, columns), (128, columns); with an exponent (0, columns)"
+        )
     if width != 32 and columns % width:
-        raise ValueError(f"block is {block} but the last axis has {columns} elements, no multiple of {width}; only width 32 may be partial")
+        raise ValueError(
+            f"block is {block} but the last axis has {columns} elements, no multiple of {width}; "
+            "only width 32 may be partial"
+        )
 
 
 def _static_bytes(exponent: int | Tensor, blocks: int, device: torch.device) -> Tensor:
@@ -87,7 +98,9 @@ def _block_bits_dense(bits: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _block_bits_jagged(bits: Tensor, block: tuple[int, int], offsets: Tensor) -> Tensor:
-    """``[T, C]`` magnitude bits to the maxima of 32-token rows ``[R, ceil(C/bc)]`` (a 128-token block repeats over its four rows)."""
+    """``[T, C]`` magnitude bits to the maxima of 32-token rows ``[R, ceil(C/bc)]`` (a 128-token block repeats over
+    its four rows).
+    """
     tokens, columns = bits.shape
     bt, bc = block
     blocks = -(-columns // bc)
@@ -114,22 +127,24 @@ def quantize_mx(
     """Quantize ``x`` to MXFP8.
 
     Args:
-        x: float tensor ``[..., T, C]``, or with ``token_dim`` elsewhere (attention operands are ``[T, H, D]`` with ``token_dim=0``). Strided
-            inputs are read as they are. Gradients stop here.
-        block: (tokens, columns) that share a scale: ``(32, 32)``; ``(32, D)``; ``(128, D)`` (the byte repeats over four rows of the grid);
-            with ``exponent`` it becomes ``(0, columns)``. Columns are counted along the last axis and never cross it.
-        offsets: int32/int64 ``[B + 1]``, jagged sequences along the token axis, which must then be axis 0. Blocks start at each sequence's first
-            token; rows past ``offsets[-1]`` are never read and get payload 0.
-        exponent: static exponent ``e`` (payload ``x * 2**-e``): an int, or an integer tensor that expands to the column blocks. The caller vouches
-            for ``|x| <= 448 * 2**e``: larger finite values saturate.
+        x: float tensor ``[..., T, C]``, or with ``token_dim`` elsewhere (attention operands are ``[T, H, D]`` with
+            ``token_dim=0``). Strided inputs are read as they are. Gradients stop here.
+        block: (tokens, columns) that share a scale: ``(32, 32)``; ``(32, D)``; ``(128, D)`` (the byte repeats over
+            four rows of the grid); with ``exponent`` it becomes ``(0, columns)``. Columns are counted along the last
+            axis and never cross it.
+        offsets: int32/int64 ``[B + 1]``, jagged sequences along the token axis, which must then be axis 0. Blocks
+            start at each sequence's first token; rows past ``offsets[-1]`` are never read and get payload 0.
+        exponent: static exponent ``e`` (payload ``x * 2**-e``): an int, or an integer tensor that expands to the
+            column blocks. The caller vouches for ``|x| <= 448 * 2**e``: larger finite values saturate.
         validate: read the offsets' values (waits for the device) and, for a static exponent, check the bound.
 
-    Returns: ``MXTensor`` with a payload like ``x`` and scales ``[..., rows, ceil(C / block[1])]`` (for ``token_dim`` 0 of ``[T, H, D]``: ``[rows, H,
-    D / block[1]]``), rows by ``lp_fa4.mx.scale_rows``.
+    Returns: ``MXTensor`` with a payload like ``x`` and scales ``[..., rows, ceil(C / block[1])]`` (for ``token_dim``
+    0 of ``[T, H, D]``: ``[rows, H, D / block[1]]``), rows by ``lp_fa4.mx.scale_rows``.
 
     Raises: ``TypeError`` or ``ValueError`` naming the argument, its value and what is allowed.
 
-    The byte rules are the module's docstring (OCP Microscaling Formats 1.0, with the scale rounded up instead of down).
+    The byte rules are the module's docstring (OCP Microscaling Formats 1.0, with the scale rounded up instead of
+    down).
     """
     x = x.detach()
     if not x.dtype.is_floating_point or x.element_size() == 1:
@@ -137,7 +152,9 @@ def quantize_mx(
     if x.dim() < 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must have a token axis and a last axis of columns")
     if not -x.dim() <= token_dim < x.dim():
-        raise ValueError(f"token_dim is {token_dim} for x of shape {list(x.shape)}; allowed is {-x.dim()} to {x.dim() - 2}")
+        raise ValueError(
+            f"token_dim is {token_dim} for x of shape {list(x.shape)}; allowed is {-x.dim()} to {x.dim() - 2}"
+        )
     axis = token_dim % x.dim()
     if axis == x.dim() - 1:
         raise ValueError(f"token_dim is {token_dim}, the last axis; the last axis holds the columns of a block")
@@ -149,13 +166,16 @@ def quantize_mx(
     _check_block(block, columns)
     if offsets is not None:
         if axis != 0:
-            raise ValueError(f"token_dim is {token_dim} for x of shape {list(x.shape)}; jagged tokens (offsets given) must be axis 0")
+            raise ValueError(
+                f"token_dim is {token_dim} for x of shape {list(x.shape)}; jagged tokens (offsets given) must be axis 0"
+            )
         check_offsets(offsets, x.shape[0], "offsets", x.device, validate=validate)
     if block[0] == 0:
         assert exponent is not None
         return _quantize_static(x, block, offsets, axis, exponent, validate)
 
-    # Blocks never cross the last axis, so any axes between tokens and columns join the columns while the width divides them.
+    # Blocks never cross the last axis, so any axes between tokens and columns join the columns while the width
+    # divides them.
     moved = x.movedim(axis, -2) if axis != 0 else x.reshape(x.shape[0], -1)
     width = block[1]
     if axis == 0 and columns % width:
@@ -169,16 +189,17 @@ def quantize_mx(
     else:
         maxima = _block_bits_jagged(bits, block, offsets)
     scale = _byte_of_bits(maxima)
-    if axis == 0:
-        scale = scale.reshape(scale.shape[0], *x.shape[1:-1], -(-columns // width))
-    else:
-        scale = scale.movedim(-2, axis)
+    scale = (
+        scale.reshape(scale.shape[0], *x.shape[1:-1], -(-columns // width)) if axis == 0 else scale.movedim(-2, axis)
+    )
     factor = expand_scale(inverse_scale(scale), x.shape, block, offsets, axis)
     payload = cast_e4m3(torch.where(factor == 0, 0.0, x.to(torch.float32) * factor))
     return MXTensor(payload, scale.contiguous().view(torch.float8_e8m0fnu), block, offsets, axis)
 
 
-def _quantize_static(x: Tensor, block: tuple[int, int], offsets: Tensor | None, axis: int, exponent: int | Tensor, validate: bool) -> MXTensor:
+def _quantize_static(
+    x: Tensor, block: tuple[int, int], offsets: Tensor | None, axis: int, exponent: int | Tensor, validate: bool
+) -> MXTensor:
     columns, width = x.shape[-1], block[1]
     inner = tuple(n for d, n in enumerate(x.shape[:-1]) if d != axis)
     blocks = -(-columns // width)
@@ -189,7 +210,7 @@ def _quantize_static(x: Tensor, block: tuple[int, int], offsets: Tensor | None, 
     scaled = x.to(torch.float32) * expand_scale(inverse_scale(scale), x.shape, block, offsets, axis)
     if validate and bool((scaled.abs() > E4M3_MAX).any()):
         worst = float(scaled.abs().nan_to_num(0.0, 0.0).amax())
-        raise ValueError(f"exponent puts a value at {worst:g}, past 448; a static exponent must bound every value (no element may clip)")
+        raise ValueError(f"exponent puts a value at {worst:g}, past 448; a static exponent must bound every value")
     scaled = torch.where(torch.isfinite(scaled), scaled, torch.nan)
     if offsets is not None:
         rows = torch.arange(x.shape[0], device=x.device)

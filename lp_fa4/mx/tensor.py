@@ -10,22 +10,32 @@ from lp_fa4.mx.layout import GROUP, scale_rows, token_rows
 
 
 def decode_scale(byte: Tensor) -> Tensor:
-    """E8M0 to FP32: byte ``b`` is ``2**(b - 127)``, 0 included (2^-127, an FP32 subnormal); 255 is NaN. uint8 in, float32 out."""
+    """E8M0 to FP32: byte ``b`` is ``2**(b - 127)``, 0 included (2^-127, an FP32 subnormal); 255 is NaN. uint8 in,
+    float32 out.
+    """
     wide = byte.to(torch.int32)
     bits = torch.where(wide == 0, 0x00400000, wide << 23)
     return torch.where(wide == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
-def expand_scale(factors: Tensor, shape: Sequence[int], block: tuple[int, int], offsets: Tensor | None, token_dim: int) -> Tensor:
-    """Spread one factor per block over the elements of ``shape``; jagged rows past ``offsets[-1]`` get 0 (static blocks: their factor).
+def expand_scale(
+    factors: Tensor, shape: Sequence[int], block: tuple[int, int], offsets: Tensor | None, token_dim: int
+) -> Tensor:
+    """Spread one factor per block over the elements of ``shape``; jagged rows past ``offsets[-1]`` get 0 (static
+    blocks: their factor).
 
-    ``factors`` is shaped like the scale of an ``MXTensor`` with this shape, block, offsets and token axis. The result broadcasts to ``shape``.
+    ``factors`` is shaped like the scale of an ``MXTensor`` with this shape, block, offsets and token axis. The result
+    broadcasts to ``shape``.
     """
     if block[0] != 0:
         if offsets is None:
             factors = factors.repeat_interleave(GROUP, dim=token_dim).narrow(token_dim, 0, shape[token_dim])
         else:
-            factors = torch.cat([factors, torch.zeros_like(factors[:1])] if factors.shape[0] else [factors.new_zeros(1, *factors.shape[1:])])
+            factors = torch.cat(
+                [factors, torch.zeros_like(factors[:1])]
+                if factors.shape[0]
+                else [factors.new_zeros(1, *factors.shape[1:])]
+            )
             factors = factors[token_rows(offsets, shape[0])]
     if factors.shape[-1] == 1:
         return factors
@@ -38,13 +48,15 @@ class MXTensor:
 
     Attributes:
         payload: ``float8_e4m3fn``, any shape with a token axis and a last axis of columns.
-        scale: ``float8_e8m0fnu``, the payload's shape with the token axis replaced by scale rows (32 tokens each; one row if static) and the last
-            axis by ``ceil(columns / block[1])``.
-        block: (tokens, columns) under one scale. ``(128, D)`` repeats its byte over four rows; ``(0, D)`` is static: one scale for all tokens.
+        scale: ``float8_e8m0fnu``, the payload's shape with the token axis replaced by scale rows (32 tokens each; one
+            row if static) and the last axis by ``ceil(columns / block[1])``.
+        block: (tokens, columns) under one scale. ``(128, D)`` repeats its byte over four rows; ``(0, D)`` is static:
+            one scale for all tokens.
         offsets: int ``[B + 1]`` if the token axis (then axis 0) is jagged.
         token_dim: the token axis, non-negative.
 
-    Frozen; holds no gradient. ``codes`` and ``scale_bytes`` are the uint8 views that cross operator boundaries and that every PyTorch function accepts.
+    Frozen; holds no gradient. ``codes`` and ``scale_bytes`` are the uint8 views that cross operator boundaries and
+    that every PyTorch function accepts.
     """
 
     payload: Tensor
@@ -79,18 +91,30 @@ class MXTensor:
         return self.block[0] == 0
 
     @classmethod
-    def from_bytes(cls, codes: Tensor, scale_bytes: Tensor, block: tuple[int, int], offsets: Tensor | None = None, token_dim: int = 0) -> "MXTensor":
-        """Wrap uint8 codes and scales (the form in which operators return them), checking that the shapes belong together."""
+    def from_bytes(
+        cls,
+        codes: Tensor,
+        scale_bytes: Tensor,
+        block: tuple[int, int],
+        offsets: Tensor | None = None,
+        token_dim: int = 0,
+    ) -> "MXTensor":
+        """Wrap uint8 codes and scales, the form in which operators return them; shapes that do not match are refused."""
         shape = list(codes.shape)
         axis = token_dim % codes.dim()
         shape[axis] = 1 if block[0] == 0 else scale_rows(shape[axis], offsets)
         shape[-1] = -(-shape[-1] // block[1])
         if list(scale_bytes.shape) != shape:
-            raise ValueError(f"scale has shape {list(scale_bytes.shape)}; a payload {list(codes.shape)} in blocks {block} needs {shape}")
+            raise ValueError(
+                f"scale has shape {list(scale_bytes.shape)}; "
+                f"a payload {list(codes.shape)} in blocks {block} needs {shape}"
+            )
         return cls(codes.view(torch.float8_e4m3fn), scale_bytes.view(torch.float8_e8m0fnu), block, offsets, axis)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, ``payload * 2**(byte - 127)``, computed in FP32. Jagged rows past ``offsets[-1]`` are 0; a byte of 255 gives NaN."""
+        """The values, ``payload * 2**(byte - 127)``, computed in FP32. Jagged rows past ``offsets[-1]`` are 0; a byte
+        of 255 gives NaN.
+        """
         factors = expand_scale(decode_scale(self.scale_bytes), self.shape, self.block, self.offsets, self.token_dim)
         values = self.payload.to(torch.float32) * factors
         if self.offsets is not None and self.is_static:
@@ -121,7 +145,8 @@ class MXTensor:
         """Swap tokens and columns without touching a byte: dense tensors in ``(32, 32)`` blocks only."""
         if self.block != (32, 32) or self.offsets is not None or self.token_dim != self.payload.dim() - 2:
             raise ValueError(
-                f"transpose() of block {self.block}, {'jagged' if self.offsets is not None else 'dense'}, token_dim {self.token_dim}: "
+                f"transpose() of block {self.block}, {'dense' if self.offsets is None else 'jagged'}, "
+                f"token_dim {self.token_dim}: "
                 "only dense [..., T, C] in (32, 32) blocks transposes for free"
             )
         return replace(self, payload=self.payload.transpose(-1, -2), scale=self.scale.transpose(-1, -2))
@@ -130,33 +155,45 @@ class MXTensor:
         """``[T, H*D]`` to ``[T, H, D]``; a block may not cross a head."""
         columns = self.shape[-1]
         if self.payload.dim() != 2 or columns % heads or (columns // heads) % self.block[1]:
-            raise ValueError(f"heads is {heads} for shape {list(self.shape)} in blocks {self.block}; heads must divide the columns into whole blocks")
+            raise ValueError(
+                f"heads is {heads} for shape {list(self.shape)} in blocks {self.block}; "
+                "heads must divide the columns into whole blocks"
+            )
         payload = self.payload.unflatten(1, (heads, columns // heads))
         return replace(self, payload=payload, scale=self.scale.unflatten(1, (heads, self.scale.shape[1] // heads)))
 
     def flatten_heads(self) -> "MXTensor":
         """``[T, H, D]`` to ``[T, H*D]``; the head dimension must hold whole blocks."""
         if self.payload.dim() != 3 or self.token_dim != 0 or self.shape[-1] % self.block[1]:
-            raise ValueError(f"flatten_heads() needs [T, H, D] with D a multiple of the block's columns; shape is {list(self.shape)}, block {self.block}")
+            raise ValueError(
+                f"flatten_heads() needs [T, H, D] with D a multiple of the block's columns; "
+                f"shape is {list(self.shape)}, block {self.block}"
+            )
         return replace(self, payload=self.payload.flatten(1), scale=self.scale.flatten(1))
 
 
 def cat(tensors: Sequence[MXTensor]) -> MXTensor:
-    """Join jagged tensors along their tokens: the sequences of the first, then those of the second, …; no byte is requantized.
+    """Join jagged tensors along their tokens: the sequences of the first, then those of the second, …; no byte is
+    requantized.
 
-    Each part must be jagged, unstatic, in the same blocks, and filled: ``offsets[-1]`` equal to its number of rows (not checked: that would read
-    the device).
+    Each part must be jagged, unstatic, in the same blocks, and filled: ``offsets[-1]`` equal to its number of rows
+    (not checked: that would read the device).
     """
     first = tensors[0]
+    pieces, base = [], 0
     for i, t in enumerate(tensors):
         if t.offsets is None or t.is_static or t.block != first.block or t.shape[1:] != first.shape[1:]:
-            raise ValueError(f"tensors[{i}] has block {t.block}, shape {list(t.shape)}; cat() joins jagged tensors like tensors[0]: {first.block}, {list(first.shape)}")
-    codes = torch.cat([t.codes for t in tensors])
-    pieces, base = [], 0
-    for t in tensors:
-        pieces.append(t.offsets[:-1].to(torch.int64) + base)  # type: ignore[index]
+            raise ValueError(
+                f"tensors[{i}] has block {t.block}, shape {list(t.shape)}; "
+                f"cat() joins jagged tensors like tensors[0]: {first.block}, {list(first.shape)}"
+            )
+        pieces.append(t.offsets[:-1].to(torch.int64) + base)
         base += t.shape[0]
-    offsets = torch.cat([*pieces, torch.full((1,), base, dtype=torch.int64, device=first.device)]).to(first.offsets.dtype)  # type: ignore[union-attr]
+    codes = torch.cat([t.codes for t in tensors])
+    pieces.append(torch.full((1,), base, dtype=torch.int64, device=first.device))
+    offsets = torch.cat(pieces).to(
+        max((t.offsets.dtype for t in tensors if t.offsets is not None), key=lambda d: d.itemsize)
+    )
     scale = torch.zeros(scale_rows(base, offsets), *first.scale.shape[1:], dtype=torch.uint8, device=first.device)
     per_token = torch.cat([t.scale_bytes[token_rows(t.offsets, t.shape[0])] for t in tensors])  # type: ignore[arg-type]
     scale[token_rows(offsets, base)] = per_token
