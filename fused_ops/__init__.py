@@ -1,0 +1,22 @@
+"""Producers and consumers of MXFP8 around the attention core.
+
+Each operation is a folder: ``reference`` is the definition in plain PyTorch, ``interface`` the public function with its
+shape checks and its ``torch.library`` operator. None of them is differentiable: they are the pieces that a module's own
+forward and backward are made of (``modules.PMA``).
+"""
+
+from fused_ops.gemm_norm_backward.interface import GemmNormGradients, gemm_norm_backward
+from fused_ops.gemm_quantize.interface import gemm_quantize
+from fused_ops.rmsnorm_quantize.interface import CentredNorm, rmsnorm_center_quantize, rmsnorm_quantize
+from fused_ops.scale_layout.interface import gather_scales, scatter_scales
+
+__all__ = [
+    "CentredNorm",
+    "GemmNormGradients",
+    "gather_scales",
+    "gemm_norm_backward",
+    "gemm_quantize",
+    "rmsnorm_center_quantize",
+    "rmsnorm_quantize",
+    "scatter_scales",
+]

@@ -1,0 +1,1 @@
+"""Backward of key projection and RMSNorm from FP8 gradients."""

@@ -1,0 +1,1 @@
+"""A projection whose epilogue quantizes."""

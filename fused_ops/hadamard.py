@@ -1,0 +1,32 @@
+"""The per-head Hadamard rotation of the query and key projections.
+
+Scores are unchanged by an orthogonal ``R`` on both sides, ``(R q) . (R k) = q . k``; the rotation spreads a channel that is
+large in both over the whole head, so that E4M3 rounds it relative to the head and not to the outlier. It is folded into the
+projections (``R Wq``, ``R Wk``), so neither the attention core nor the activations pay for it. ``R`` is symmetric and its own
+inverse: ``R R = 1``.
+"""
+
+import torch
+from torch import Tensor
+
+
+def hadamard_matrix(n: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sylvester's Hadamard matrix over ``sqrt(n)``: ``[n, n]``, symmetric, orthogonal.
+
+    Entry ``(i, j)`` is ``(-1)**popcount(i & j) / sqrt(n)``. Raises ``ValueError`` unless ``n`` is a power of two.
+    """
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"n is {n}; a Hadamard rotation needs a power of two")
+    index = torch.arange(n, device=device)
+    common = index[:, None] & index[None, :]
+    parity = torch.zeros_like(common)
+    for bit in range(max(n.bit_length() - 1, 0)):
+        parity ^= (common >> bit) & 1
+    return (1 - 2 * parity).to(dtype) * n**-0.5
+
+
+def rotate_rows(weight: Tensor, heads: int) -> Tensor:
+    """``R W`` for each head: ``weight [heads * D, C]`` to FP32 of the same shape. Applied twice it is the identity."""
+    rows, columns = weight.shape
+    per_head = weight.to(torch.float32).reshape(heads, rows // heads, columns)
+    return (hadamard_matrix(rows // heads, weight.device) @ per_head).reshape(rows, columns)

@@ -1,0 +1,98 @@
+"""How the fused operations carry matrices across an operator boundary: plain tensors, bytes for MXFP8.
+
+A matrix is given to a public function as a float tensor, as an ``MXTensor``, or (weights only) as a pair ``(hi, lo)`` of
+MXTensors whose sum is the matrix. An operator takes it as a list of payloads, a list of scales (empty when the payload is
+a float tensor) and the block of each MXTensor in one flat list.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lp_fa4.mx import MXTensor, quantize_mx
+
+Matrix = Tensor | MXTensor
+Weight = Tensor | MXTensor | tuple[MXTensor, MXTensor]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Flat(NamedTuple):
+    """A matrix as an operator takes it: see the module's docstring."""
+
+    payloads: list[Tensor]
+    scales: list[Tensor]
+    blocks: list[int]
+
+
+def flatten(matrix: Weight) -> Flat:
+    """Take a matrix apart for an operator's arguments."""
+    if isinstance(matrix, Tensor):
+        return Flat([matrix], [], [])
+    parts = [matrix] if isinstance(matrix, MXTensor) else list(matrix)
+    return Flat([p.codes for p in parts], [p.scale_bytes for p in parts], [n for p in parts for n in p.block])
+
+
+def unflatten(
+    payloads: Sequence[Tensor], scales: Sequence[Tensor], blocks: Sequence[int], offsets: Tensor | None = None
+) -> Weight:
+    """Inverse of :func:`flatten`; ``offsets`` makes the MXTensors jagged."""
+    if not scales:
+        return payloads[0]
+    parts = [
+        MXTensor.from_bytes(payload, scale, (blocks[2 * i], blocks[2 * i + 1]), offsets)
+        for i, (payload, scale) in enumerate(zip(payloads, scales, strict=True))
+    ]
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+
+
+def to_float(matrix: Weight) -> Tensor:
+    """The matrix in FP32 (dequantized, hi + lo added)."""
+    if isinstance(matrix, Tensor):
+        return matrix.to(torch.float32)
+    if isinstance(matrix, MXTensor):
+        return matrix.dequantize()
+    return matrix[0].dequantize() + matrix[1].dequantize()
+
+
+def split_e4m3(weight: Tensor, block: tuple[int, int] = (32, 32)) -> tuple[MXTensor, MXTensor]:
+    """``weight`` as E4M3 hi + lo: ``hi = MX(w)``, ``lo = MX(w - hi)``; 7 to 8 significant bits, like BF16.
+
+    Two accumulating FP8 products with it replace one BF16 product (numerics: "exact Wk").
+    """
+    hi = quantize_mx(weight, block)
+    return hi, quantize_mx(weight.to(torch.float32) - hi.dequantize(), block)
+
+
+def check_matrix(name: str, matrix: object, columns: int | None = None, *, pair: bool = False) -> tuple[int, int]:
+    """Shape ``[rows, columns]`` of a matrix argument, or an error that names it.
+
+    Raises: ``TypeError`` for anything but a float tensor, an MXTensor or (``pair``) two MXTensors; ``ValueError`` for
+    the shape.
+    """
+    parts = list(matrix) if pair and isinstance(matrix, tuple) else [matrix]
+    if pair and isinstance(matrix, tuple) and len(parts) != 2:
+        raise TypeError(f"{name} has {len(parts)} parts; a split weight is a pair (hi, lo) of MXTensors")
+    for part in parts:
+        if isinstance(part, Tensor) and len(parts) == 1:
+            if part.dtype not in FLOATS:
+                raise TypeError(f"{name} has dtype {part.dtype}; allowed are {', '.join(map(str, FLOATS))}, or MXTensor")
+        elif not isinstance(part, MXTensor):
+            allowed = "a float tensor, an MXTensor" + (" or a pair (hi, lo) of MXTensors" if pair else "")
+            raise TypeError(f"{name} is {type(part).__name__}; allowed is {allowed}")
+        shape = part.shape
+        if len(shape) != 2:
+            raise ValueError(f"{name} has shape {list(shape)}; it must be a matrix [rows, columns]")
+        if columns is not None and shape[1] != columns:
+            raise ValueError(f"{name} has shape {list(shape)}; its last axis must be {columns}")
+    if len(parts) == 2 and parts[0].shape != parts[1].shape:
+        raise ValueError(f"{name} has parts of shapes {list(parts[0].shape)} and {list(parts[1].shape)}; they must agree")
+    return parts[0].shape[0], parts[0].shape[1]
+
+
+def check_device(device: torch.device, **named: Tensor | MXTensor | None) -> None:
+    """All of ``named`` live on ``device``, or an error that names the first that does not."""
+    for name, value in named.items():
+        if value is not None and value.device != device:
+            raise ValueError(f"{name} is on {value.device}; it must be on {device} like the first argument")

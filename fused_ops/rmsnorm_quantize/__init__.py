@@ -1,0 +1,1 @@
+"""RMSNorm with MXFP8 output, plain or centred per sequence."""

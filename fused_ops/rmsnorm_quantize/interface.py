@@ -1,0 +1,162 @@
+"""``rmsnorm_quantize`` and ``rmsnorm_center_quantize``: checks, operator ``fused_ops::rmsnorm_quantize``, public functions."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_ops.operands import FLOATS, check_device
+from fused_ops.rmsnorm_quantize import reference
+from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
+
+
+class CentredNorm(NamedTuple):
+    """Result of :func:`rmsnorm_center_quantize`.
+
+    ``xn``: MXFP8 of ``xf - mean``; ``rstd`` FP32 ``[T]``; ``mean`` FP32 ``[B, C]``, what was taken away; ``total`` FP32
+    ``[B, C]``, the sum over a sequence of the centred rows before rounding; ``normed`` BF16 ``[T, C]`` of the centred rows,
+    or None unless ``keep``.
+    """
+
+    xn: MXTensor
+    rstd: Tensor
+    mean: Tensor
+    total: Tensor
+    normed: Tensor | None
+
+
+@torch.library.custom_op("fused_ops::rmsnorm_quantize", mutates_args=())
+def rmsnorm_quantize_op(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offsets: Tensor | None,
+    block: list[int],
+    exponent: Tensor | None,
+    center: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scale, rstd, mean, total, normed: plain tensors, bytes for FP8."""
+    out = reference.rmsnorm_quantize(x, weight, eps, offsets, (block[0], block[1]), exponent, center, keep)
+    mean, total, normed = out.mean, out.total, out.normed
+    # An operator may not return one tensor twice, so empty results are made one by one.
+    if not center:
+        mean, total = (x.new_empty(0, dtype=torch.float32) for _ in range(2))
+    if not keep:
+        normed = x.new_empty(0, dtype=torch.bfloat16)
+    return out.xn.codes, out.xn.scale_bytes, out.rstd, mean, total, normed
+
+
+@rmsnorm_quantize_op.register_fake
+def _(x, weight, eps, offsets, block, exponent, center, keep):
+    *lead, tokens, columns = x.shape
+    rows = 1 if block[0] == 0 else scale_rows(tokens, offsets)
+    batch = 1 if offsets is None else offsets.shape[0] - 1
+    sums = (batch, columns) if center else (0,)
+    return (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty((*lead, rows, -(-columns // block[1])), dtype=torch.uint8),
+        x.new_empty((*lead, tokens), dtype=torch.float32),
+        x.new_empty(sums, dtype=torch.float32),
+        x.new_empty(sums, dtype=torch.float32),
+        x.new_empty(x.shape if keep else (0,), dtype=torch.bfloat16),
+    )
+
+
+def norm_exponent(weight: Tensor, width: int, *, centred: bool = False) -> Tensor:
+    """Static exponents that no RMSNorm output can exceed: int32 ``[C / width]``, from ``weight [C]`` alone.
+
+    ``|x * rstd| <= sqrt(C)`` for every element, hence ``|xf_c| <= sqrt(C) * |weight_c|``, and the mean of a sequence has the
+    same bound, so the centred rows have twice that.
+    """
+    columns = weight.shape[0]
+    bound = weight.detach().to(torch.float32).abs().reshape(-1, width).amax(dim=-1) * (columns**0.5 * (2 if centred else 1))
+    return encode_scale(bound).to(torch.int32) - 127
+
+
+def _check(x: Tensor, weight: Tensor, eps: float, offsets: Tensor | None, block: tuple[int, int]) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x has dtype {x.dtype}; allowed are {', '.join(map(str, FLOATS))}")
+    if x.dim() < 2:
+        raise ValueError(f"x has shape {list(x.shape)}; it must be [..., tokens, columns]")
+    columns = x.shape[-1]
+    if weight.dtype not in FLOATS:
+        raise TypeError(f"weight has dtype {weight.dtype}; allowed are {', '.join(map(str, FLOATS))}")
+    if weight.dim() != 1 or weight.shape[0] != columns:
+        raise ValueError(f"weight has shape {list(weight.shape)}; it must be [{columns}], the last axis of x")
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}; it must be at least 0")
+    check_device(x.device, weight=weight)
+    if offsets is not None:
+        if x.dim() != 2:
+            raise ValueError(f"x has shape {list(x.shape)}; with offsets it must be [tokens, columns]")
+        check_offsets(offsets, x.shape[0], "offsets", x.device)
+    if len(block) != 2 or block[0] not in (0, 32, 128) or block[1] < 1 or (block[1] != 32 and columns % block[1]):
+        raise ValueError(
+            f"block is {block} for {columns} columns; allowed are (32, 32), and (32, D), (128, D), (0, D) with D dividing the columns"
+        )
+
+
+def _exponent(weight: Tensor, block: tuple[int, int], exponent: int | Tensor | None, centred: bool) -> Tensor | None:
+    if block[0] != 0:
+        if exponent is not None:
+            raise ValueError(f"exponent is given but block is {block}; only a static block (0, D) takes one")
+        return None
+    if exponent is None:
+        if weight.shape[0] % block[1]:
+            raise ValueError(f"block is {block} for {weight.shape[0]} columns; a static block must divide them")
+        return norm_exponent(weight, block[1], centred=centred)
+    return torch.as_tensor(exponent, device=weight.device)
+
+
+def rmsnorm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    offsets: Tensor | None = None,
+    block: tuple[int, int] = (32, 32),
+    *,
+    exponent: int | Tensor | None = None,
+) -> tuple[MXTensor, Tensor]:
+    """MXFP8 of ``x * rsqrt(mean(x^2) + eps) * weight``, FP32 up to the one rounding to E4M3.
+
+    Args:
+        x: float32, bfloat16 or float16 ``[..., T, C]``; with ``offsets`` ``[T, C]``.
+        weight: ``[C]``.
+        offsets: int32/int64 ``[B + 1]``: groups of 32 tokens start at each sequence; rows past ``offsets[-1]`` are not read.
+        block: ``(32, 32)``, ``(32, D)``, ``(128, D)``, or ``(0, D)``: static exponents, by default from the bound of
+            :func:`norm_exponent`, so that no ``amax`` is needed and nothing clips.
+        exponent: for a static block, the exponents to use instead.
+
+    Returns: ``(xn, rstd)``: MXTensor shaped like ``x``, and FP32 ``[..., T]`` for the backward (0 past ``offsets[-1]``).
+
+    Raises: ``TypeError``/``ValueError`` naming argument, value and what is allowed.
+    """
+    _check(x, weight, eps, offsets, block)
+    codes, scale, rstd, *_ = rmsnorm_quantize_op(
+        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, False), False, False
+    )
+    return MXTensor.from_bytes(codes, scale, block, offsets, 0 if offsets is not None else x.dim() - 2), rstd
+
+
+def rmsnorm_center_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    offsets: Tensor | None = None,
+    block: tuple[int, int] = (32, 32),
+    *,
+    exponent: int | Tensor | None = None,
+    keep: bool = False,
+) -> CentredNorm:
+    """:func:`rmsnorm_quantize` with the mean of each sequence (of 64 of its rows) taken away before the rounding.
+
+    ``x`` is ``[T, C]``; ``offsets=None`` makes it one sequence. ``keep=True`` also returns BF16 of the centred rows.
+    """
+    _check(x, weight, eps, offsets, block)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}; the centred norm takes [tokens, columns]")
+    codes, scale, rstd, mean, total, normed = rmsnorm_quantize_op(
+        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, True), True, keep
+    )
+    return CentredNorm(MXTensor.from_bytes(codes, scale, block, offsets), rstd, mean, total, normed if keep else None)

@@ -1,0 +1,1 @@
+"""Compact scale grids to the swizzled buffers of tensor cores, and back."""
