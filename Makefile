@@ -17,12 +17,13 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The recbole wheel is installed for one data file it ships; none of its code is imported, so none of its dependencies are wanted.
+# Two packages come without their dependencies. torchrec names fbgemm-gpu, which would overwrite the CPU build. recbole is installed
+# for one data file it ships; none of its code is imported.
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[kernels,torchrec-cpu,test]'
-	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1
+	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0 recbole==1.2.1
 	touch $@
 
 clean:
