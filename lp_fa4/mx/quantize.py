@@ -1,11 +1,10 @@
 """The definition of every MXFP8 byte, in plain PyTorch.
 
 * **Scale.** ``amax`` of a block in FP32; the exponent is the smallest ``e`` with ``amax * 2**-e <= 448`` (rounded up,
-  so that no element clips); the byte is ``e + 127``, at least 0. An all-zero block has byte 0. A block with any NaN or infinity
-  has byte 255.
+  so that no element clips); the byte is ``e + 127``, at least 0. An all-zero block has byte 0. A block with any NaN or
+  infinity has byte 255.
 * **Payload.** Round to nearest even of ``x * 2**-e`` to E4M3, the factor built from exponent bits. In a block of byte
-  255 every
-  payload is 0: the block still decodes to NaN, and a neighbour whose tile overlaps it reads 0, not NaN.
+  255 every payload is 0: the block still decodes to NaN, and a neighbour whose tile overlaps it reads 0, not NaN.
 * **Static blocks.** The caller gives the exponent and vouches for the bound; there is no amax. A finite value past
   448 saturates as the hardware's conversion does, a NaN or infinity becomes the payload NaN of that element alone.
 
@@ -176,11 +175,11 @@ def quantize_mx(
 
     # Blocks never cross the last axis, so any axes between tokens and columns join the columns while the width
     # divides them.
-    moved = x.movedim(axis, -2) if axis != 0 else x.reshape(x.shape[0], -1)
+    moved = x.movedim(axis, -2) if axis != 0 else x.flatten(1)
     width = block[1]
     if axis == 0 and columns % width:
         pad = -(-columns // width) * width - columns
-        moved = torch.nn.functional.pad(x, (0, pad)).reshape(x.shape[0], -1)
+        moved = torch.nn.functional.pad(x, (0, pad)).flatten(1)
     bits = _magnitude_bits(moved)
     if offsets is None:
         maxima = _block_bits_dense(bits, block)

@@ -99,7 +99,7 @@ class MXTensor:
         offsets: Tensor | None = None,
         token_dim: int = 0,
     ) -> "MXTensor":
-        """Wrap uint8 codes and scales, the form in which operators return them; shapes that do not match are refused."""
+        """Wrap uint8 codes and scales, as operators return them; shapes that do not match are refused."""
         shape = list(codes.shape)
         axis = token_dim % codes.dim()
         shape[axis] = 1 if block[0] == 0 else scale_rows(shape[axis], offsets)
