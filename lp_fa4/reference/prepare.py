@@ -1,0 +1,80 @@
+"""Centre and quantize ordinary tensors: the pass in front of attention for the drop-in functions.
+
+Subtracting a sequence's mean key shifts every score of a row by one number, which softmax does not see (the LSE does, and is corrected);
+subtracting its mean value shifts the output by that mean. What is left is smaller, so E4M3 resolves it better. Causal attention gets neither: a
+mean over the whole sequence would carry the future into the rounding of the past.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lp_fa4.config import AttentionConfig
+from lp_fa4.mx import MXTensor, quantize_mx
+
+
+class Prepared(NamedTuple):
+    """Operands of :class:`lp_fa4.problem.AttentionProblem`; ``k_mean``, ``v_mean``, ``v_sum`` fp32 ``[B, Hkv, D]``, None if causal."""
+
+    q: MXTensor
+    k: MXTensor
+    v: MXTensor
+    k_mean: Tensor | None
+    v_mean: Tensor | None
+    v_sum: Tensor | None
+
+
+def sequence_sums(x: Tensor, offsets: Tensor | None) -> Tensor:
+    """Sum of each sequence's rows, fp32 ``[B, ...]``; ``x [T, ...]``. Rows past ``offsets[-1]`` are not read; an empty sequence gives 0."""
+    bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
+    sums = torch.zeros(len(bounds) - 1, *x.shape[1:], dtype=torch.float32, device=x.device)
+    for b in range(len(bounds) - 1):
+        if bounds[b] < bounds[b + 1]:
+            sums[b] = x[bounds[b] : bounds[b + 1]].to(torch.float32).sum(0)
+    return sums
+
+
+def centre(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``x [T, H, D]`` minus its sequence means in FP32, the means ``[B, H, D]``, and the sums of what is left (rounding, but exact to carry).
+
+    Rows past ``offsets[-1]`` are 0 in the result.
+    """
+    bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
+    batch = len(bounds) - 1
+    means = torch.zeros(batch, *x.shape[1:], dtype=torch.float32, device=x.device)
+    sums = torch.zeros_like(means)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for b in range(batch):
+        lo, hi = bounds[b], bounds[b + 1]
+        if lo < hi:
+            rows = x[lo:hi].to(torch.float32)
+            means[b] = rows.mean(0)
+            rows = rows - means[b]
+            out[lo:hi] = rows
+            sums[b] = rows.sum(0)
+    return out, means, sums
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor | None,
+    causal: bool,
+    config: AttentionConfig,
+    block: tuple[int, int] = (32, 32),
+) -> Prepared:
+    """Quantize ``q [N, H, D]``, ``k``, ``v [T, Hkv, D]`` (any float dtypes and strides) in ``block``, centred where that is allowed.
+
+    ``offsets_q`` must be given for dense queries too (``arange(B + 1) * Q``) unless there is one sequence.
+    """
+    q8 = quantize_mx(q, block, offsets_q, token_dim=0)
+    if causal or not config.center_p:
+        return Prepared(q8, quantize_mx(k, block, offsets_k, token_dim=0), quantize_mx(v, block, offsets_k, token_dim=0), None, None, None)
+    kc, k_mean, _ = centre(k, offsets_k)
+    vc, v_mean, v_sum = centre(v, offsets_k)
+    return Prepared(
+        q8, quantize_mx(kc, block, offsets_k, token_dim=0), quantize_mx(vc, block, offsets_k, token_dim=0), k_mean, v_mean, v_sum
+    )
