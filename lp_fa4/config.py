@@ -58,8 +58,8 @@ class AttentionConfig:
         ds_block: (queries, keys) under one scale of dS; multiples of 32, or ``(0, 0)`` for one scale a sequence and head; ``None`` is the
             kernel's own tile, which for the reference is ``(64, key_tile)``.
         dq_dtype: ``torch.float32``, or ``torch.float16`` to accumulate dQ in FP16, one partial a key tile.
-        dq_scale: power of two on FP16 partials: ``"bound"`` takes the largest that cannot overflow, per sequence and head (per row if causal);
-            an int is a fixed log2.
+        dq_scale: power of two on FP16 partials: ``"bound"`` takes the largest that cannot overflow, per sequence and head (per row if
+            causal); an int is a fixed log2.
         grad_format: ``"mxfp8"`` or ``"bf16"`` for dK and dV.
         grad_block: blocks of MXFP8 dK and dV.
         two_level: kernels add each key tile's partial O in FP32 instead of accumulating inside the tensor core. The reference always has
@@ -113,7 +113,9 @@ class AttentionConfig:
         if self.key_tile < 32 or self.key_tile % 32:
             raise ValueError(f"key_tile is {self.key_tile}; it must be a positive multiple of 32")
         if self.center_p and self.center_p_backward and not self.fold_l_into_do:
-            raise ValueError("center_p_backward needs fold_l_into_do (its constant l/K is that of unnormalised P); set one of them otherwise")
+            raise ValueError(
+                "center_p_backward needs fold_l_into_do (its constant l/K is that of unnormalised P); set one of them otherwise"
+            )
         _one_of("delta_from", self.delta_from, ("quantized", "original"))
         _one_of("grad_format", self.grad_format, ("mxfp8", "bf16"))
         _one_of("dq_dtype", self.dq_dtype, (torch.float32, torch.float16))
@@ -124,7 +126,9 @@ class AttentionConfig:
         if not (self.dq_scale == "bound" or (isinstance(self.dq_scale, int) and not isinstance(self.dq_scale, bool))):
             raise ValueError(f'dq_scale is {self.dq_scale!r}; it must be "bound" or an int, the log2 of a fixed factor')
         if self.ds_block is not None and tuple(self.ds_block) != (0, 0) and any(n <= 0 or n % 32 for n in self.ds_block):
-            raise ValueError(f"ds_block is {self.ds_block}; allowed are positive multiples of 32, (0, 0) for one scale a sequence, and None")
+            raise ValueError(
+                f"ds_block is {self.ds_block}; allowed are positive multiples of 32, (0, 0) for one scale a sequence, and None"
+            )
 
     @classmethod
     def post(cls, **changes: Any) -> "AttentionConfig":

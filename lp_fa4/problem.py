@@ -121,7 +121,9 @@ class AttentionProblem:
         if self.offsets_q is not None:
             check_offsets(self.offsets_q, self.q.shape[0], "offsets_q", self.device)
             if self.offsets_q.shape[0] != self.batch + 1:
-                raise ValueError(f"offsets_q has {self.offsets_q.shape[0]} elements but offsets_k has {self.batch + 1}; both must be batch + 1")
+                raise ValueError(
+                    f"offsets_q has {self.offsets_q.shape[0]} elements but offsets_k has {self.batch + 1}; both must be batch + 1"
+                )
         elif not self.shared_q:
             if self.batch == 0:
                 if self.q.shape[0] != 0:
@@ -151,10 +153,13 @@ class AttentionProblem:
             want = [self.heads, self.head_dim] if self.shared_q else [self.batch, self.heads, self.head_dim]
             if list(self.q_mean.shape) != want or self.q_mean.dtype != torch.float32 or self.q_mean.device != self.device:
                 raise ValueError(
-                    f"q_mean is {self.q_mean.dtype} {list(self.q_mean.shape)} on {self.q_mean.device}; it must be torch.float32 {want} on {self.device}"
+                    f"q_mean is {self.q_mean.dtype} {list(self.q_mean.shape)} on {self.q_mean.device}; "
+                    f"it must be torch.float32 {want} on {self.device}"
                 )
         if self.config.center_p and not self.causal and self.v_sum is None:
-            raise ValueError("v_sum is None but config.center_p is True and causal is False; give the sums, or a config with center_p=False")
+            raise ValueError(
+                "v_sum is None but config.center_p is True and causal is False; give the sums, or a config with center_p=False"
+            )
         if self.config.grad_format == "mxfp8" and self.config.grad_block[1] not in (32, self.head_dim):
             raise ValueError(f"config.grad_block is {self.config.grad_block}; its width must be 32 or head_dim = {self.head_dim}")
 

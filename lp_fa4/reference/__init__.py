@@ -1,7 +1,7 @@
 """Attention in plain PyTorch, on any device: the definition of right for every kernel.
 
-``forward`` and ``backward`` round where the kernels round (:class:`lp_fa4.config.AttentionConfig` says where) and compute products in FP32 on
-the reconstructed operands. ``exact_attention`` is the truth that both are measured against: differentiable, in FP64.
+``forward`` and ``backward`` round where the kernels round (:class:`lp_fa4.config.AttentionConfig` says where) and compute products in
+FP32 on the reconstructed operands. ``exact_attention`` is the truth that both are measured against: differentiable, in FP64.
 ``prepare`` centres and quantizes ordinary tensors for the drop-in functions.
 """
 

@@ -94,7 +94,9 @@ class _RowSide:
             self.delta = self.delta - (dlse / self.row_sum if cfg.fold_l_into_do else dlse)
 
 
-def _gradients(p: AttentionProblem, span: Span, q: Tensor, k: Tensor, v: Tensor, side: _RowSide, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _gradients(
+    p: AttentionProblem, span: Span, q: Tensor, k: Tensor, v: Tensor, side: _RowSide, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
     """Fill ``dq`` and add to ``dk``, ``dv`` (all by query head) for one sequence."""
     cfg = p.config
     assert p.softmax_scale is not None
@@ -152,8 +154,8 @@ def _dq(p: AttentionProblem, ds: Tensor, k: Tensor, piece: Chunk, exponent: Tens
 def _fp16_exponent(p: AttentionProblem, side: _RowSide, k: Tensor, v: Tensor, span: Span) -> Tensor:
     """Power of two on FP16 partials of dQ, int32 ``[H, Q]``.
 
-    ``|dQ| <= 2 * |dO_q| * max|v_j| * max|k| * softmax_scale`` because the absolute row sum of dS is at most ``2 |dO_q| max|v_j|``, and the same
-    holds for every sum of key tiles. One number a sequence and head; causal rows take the maxima over the keys that they see.
+    ``|dQ| <= 2 * |dO_q| * max|v_j| * max|k| * softmax_scale`` because the absolute row sum of dS is at most ``2 |dO_q| max|v_j|``, and
+    the same holds for every sum of key tiles. One number a sequence and head; causal rows take the maxima over the keys that they see.
     """
     cfg = p.config
     assert p.softmax_scale is not None

@@ -1,8 +1,8 @@
 """Attention forward at the kernels' rounding points.
 
-The running maximum is a short recursion over key tiles on ``[heads, queries]``; everything else is one pass over all tiles of a sequence, with
-each tile's P taken against the maximum that was current at that tile and rescaled afterwards. That is the same arithmetic as the kernel's
-loop ``O = O * alpha + P @ V`` up to the order of FP32 additions.
+The running maximum is a short recursion over key tiles on ``[heads, queries]``; everything else is one pass over all tiles of a sequence,
+with each tile's P taken against the maximum that was current at that tile and rescaled afterwards. That is the same arithmetic as the
+kernel's loop ``O = O * alpha + P @ V`` up to the order of FP32 additions.
 """
 
 import torch
@@ -68,7 +68,7 @@ def score_bias(p: AttentionProblem, sequence: int, k: Tensor) -> Tensor | None:
 
 
 def tiles(x: Tensor, tile: int) -> list[tuple[Tensor, slice]]:
-    """The last axis as views ``[..., n, tile]`` of the whole tiles and ``[..., 1, rest]`` of a partial last one, with their tile indices."""
+    """The last axis as views: ``[..., n, tile]`` of the whole tiles, ``[..., 1, rest]`` of a partial last one; with their tile indices."""
     whole = x.shape[-1] // tile
     views = []
     if whole:

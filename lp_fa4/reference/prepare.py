@@ -1,8 +1,8 @@
 """Centre and quantize ordinary tensors: the pass in front of attention for the drop-in functions.
 
 Subtracting a sequence's mean key shifts every score of a row by one number, which softmax does not see (the LSE does, and is corrected);
-subtracting its mean value shifts the output by that mean. What is left is smaller, so E4M3 resolves it better. Causal attention gets neither: a
-mean over the whole sequence would carry the future into the rounding of the past.
+subtracting its mean value shifts the output by that mean. What is left is smaller, so E4M3 resolves it better. Causal attention gets
+neither: a mean over the whole sequence would carry the future into the rounding of the past.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def sequence_sums(x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def centre(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``x [T, H, D]`` minus its sequence means in FP32, the means ``[B, H, D]``, and the sums of what is left (rounding, but exact to carry).
+    """``x [T, H, D]`` minus its sequence means in FP32, the means ``[B, H, D]``, and the sums of what is left (near 0).
 
     Rows past ``offsets[-1]`` are 0 in the result.
     """
