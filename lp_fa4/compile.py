@@ -113,9 +113,7 @@ def symbol(divisibility: int = 1) -> Any:
     return cute.sym_int64(divisibility=divisibility)
 
 
-def fake(
-    dtype: str, shape: tuple[Any, ...], *, align: int = 16, compact: bool = False, stride: tuple[Any, ...] | None = None
-) -> Any:
+def fake(dtype: str, shape: tuple[Any, ...], *, align: int = 16, compact: bool = False, stride: tuple[Any, ...] | None = None) -> Any:
     """Describe a tensor argument without a tensor.
 
     Args:
@@ -142,7 +140,7 @@ def fake(
         return cute.runtime.make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=align)
     if stride is None:
         step = max(1, align * 8 // kind.width)
-        stride = tuple(cute.sym_int64(divisibility=step) for _ in shape[:-1]) + (1,)
+        stride = (*(cute.sym_int64(divisibility=step) for _ in shape[:-1]), 1)
     return cute.runtime.make_fake_tensor(kind, shape, stride=stride, assumed_align=align)
 
 
