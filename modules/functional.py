@@ -1,0 +1,555 @@
+"""The pieces of PMA below ``nn.Module``: the query side in plain PyTorch, the key/value side as dispatcher operators.
+
+``modules::pma_attention`` is the whole key/value side in MXFP8, as ONE operator with a registered gradient: norm + quantize,
+key projection + quantize, attention. What it keeps for the backward is FP8 (and a few FP32 rows), and a selective-checkpoint
+policy can name it. ``modules::jagged_attention`` is the BF16 attention of ``precision="bf16"``.
+
+Both take and return plain tensors, FP8 as uint8, and the numeric choices as text (``Numerics.key``).
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_ops import gemm_norm_backward, gemm_quantize, rmsnorm_center_quantize, rmsnorm_quantize
+from fused_ops.gemm_norm_backward.reference import weight_gradient
+from fused_ops.gemm_quantize.interface import projection_exponent
+from fused_ops.hadamard import hadamard_matrix, rotate_rows
+from fused_ops.operands import Weight, split_e4m3, to_float
+from fused_ops.rmsnorm_quantize.reference import inside, per_token
+from lp_fa4 import reference as core
+from lp_fa4.mx import MXTensor, quantize_mx, scale_rows
+from lp_fa4.problem import AttentionProblem, ForwardResult, check_head_dim
+from modules.numerics import Numerics
+
+log = logging.getLogger(__name__)
+BF16_BACKENDS = ("auto", "fa4", "sdpa")
+MX_BACKENDS = ("auto", "reference")
+
+
+@lru_cache(maxsize=64)
+def _numerics(key: str) -> Numerics:
+    return Numerics.from_key(key)
+
+
+# ---- query side: plain PyTorch -------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("modules::round_mxfp8", mutates_args=())
+def round_mxfp8(x: Tensor) -> Tensor:
+    """``x [T, C]`` rounded to MXFP8 in 32×32 blocks and back to FP32; the gradient passes straight through."""
+    return quantize_mx(x).dequantize()
+
+
+@round_mxfp8.register_fake
+def _(x):
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _round_setup(ctx, inputs, output):
+    ctx.dtype = inputs[0].dtype
+
+
+round_mxfp8.register_autograd(lambda ctx, grad: grad.to(ctx.dtype), setup_context=_round_setup)
+
+
+def query_heads(
+    seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None
+) -> Tensor:
+    """``RMSNorm(seeds) @ Wq^T`` as ``[Q, H, D]`` FP32, before it is quantized; differentiable.
+
+    There are ``Q`` rows, once a step, so FP32 sums of BF16 operands cost nothing. ``numerics=None`` is BF16 attention.
+    """
+    s = seeds.to(torch.float32)
+    qn = s * torch.rsqrt(s.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
+    if numerics is not None and numerics.query_projection == "e4m3":
+        q = F.linear(round_mxfp8(qn), round_mxfp8(proj.to(torch.float32)))
+    else:
+        q = F.linear(qn.to(torch.bfloat16).to(torch.float32), proj.to(torch.bfloat16).to(torch.float32))
+    q = q.unflatten(1, (heads, -1))
+    if numerics is not None and numerics.hadamard:
+        q = q @ hadamard_matrix(q.shape[-1], q.device)
+    return q
+
+
+# ---- key/value side in MXFP8: one operator -------------------------------------------------------------------------
+
+
+class _Projection(NamedTuple):
+    """A projection weight as the products read it, forward and backward; rotated by the Hadamard matrix if that is on."""
+
+    weight: Weight
+    exact: Tensor
+
+
+def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool) -> _Projection:
+    exact = rotate_rows(w, heads) if rotate else w.detach().to(torch.float32)
+    if numerics.key_projection == "bf16":
+        return _Projection(exact.to(torch.bfloat16), exact)
+    if numerics.key_projection == "e4m3x2":
+        return _Projection(split_e4m3(exact), exact)
+    return _Projection(quantize_mx(exact), exact)
+
+
+def _problem(
+    q: MXTensor, k: MXTensor, v: MXTensor, offsets: Tensor, mean: Tensor | None, total: Tensor | None,
+    q_mean: Tensor | None, config
+) -> AttentionProblem:  # fmt: skip
+    return AttentionProblem(
+        q, k, v, offsets_k=offsets, shared_q=True, v_mean=mean, v_sum=total, q_mean=q_mean, config=config
+    )
+
+
+def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return like.new_empty(0, dtype=dtype)
+
+
+@torch.library.custom_op("modules::pma_attention", mutates_args=())
+def pma_attention(
+    values: Tensor,
+    offsets: Tensor,
+    q: Tensor,
+    norm_weight: Tensor,
+    w_k: Tensor,
+    w_v: Tensor | None,
+    eps: float,
+    numerics: str,
+    backend: str,
+    out_dtype: torch.dtype,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """Pool ``values [T, dim]`` with ``q [Q, H, D]`` (FP32, shared by every sequence).
+
+    Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out, row_max, row_sum; q codes and
+    scale, q_mean; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
+    normed rows, ``[B, dim]``.
+    """
+    opts = _numerics(numerics)
+    queries, heads, head_dim = q.shape
+    batch, dim = offsets.shape[0] - 1, heads * head_dim
+    block = opts.kv_block(head_dim)
+    projection = _projection(w_k, heads, opts, opts.hadamard)
+
+    normed: Tensor | None = None
+    mean = total = None
+    if opts.center:
+        xn, rstd, mean, total, normed = rmsnorm_center_quantize(
+            values, norm_weight, eps, offsets, block, keep=opts.key_projection == "bf16"
+        )
+    else:
+        xn, rstd = rmsnorm_quantize(values, norm_weight, eps, offsets, block)
+
+    def project(weight: _Projection) -> MXTensor:
+        exponent = None
+        if opts.scales == "static":
+            exponent = projection_exponent(norm_weight, weight.exact, head_dim, centred=opts.center)
+        if opts.key_projection == "bf16" and normed is not None:
+            return gemm_quantize(normed, weight.weight, block, offsets=offsets, exponent=exponent)
+        return gemm_quantize(xn, weight.weight, block, exponent=exponent)
+
+    k = project(projection).reshape_heads(heads)
+    v, v_mean, v_sum = xn, mean, total
+    if w_v is not None:
+        value_weight = _projection(w_v, heads, opts, False)
+        v = project(value_weight)
+        if mean is not None and total is not None:
+            exact = to_float(value_weight.weight)
+            v_mean, v_sum = mean @ exact.t(), total @ exact.t()
+    q_mean = q.mean(dim=0) if opts.q_smoothing else None
+    q8 = quantize_mx(q if q_mean is None else q - q_mean, opts.q_block(head_dim), token_dim=0)
+
+    def per_head(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.reshape(batch, heads, head_dim)
+
+    problem = _problem(
+        q8, k, v.reshape_heads(heads), offsets, per_head(v_mean), per_head(v_sum), q_mean, opts.attention
+    )
+    result = core.forward(problem)
+    out = result.out.reshape(batch, queries, dim).to(out_dtype)
+    if out.data_ptr() == result.centred_out.data_ptr():  # an operator may not return one memory twice
+        out = out.clone()
+    own_v = w_v is not None
+    return (
+        out,
+        result.centred_out,
+        result.row_max,
+        result.row_sum,
+        q8.codes,
+        q8.scale_bytes,
+        _empty(values) if q_mean is None else q_mean,
+        k.codes,
+        k.scale_bytes,
+        xn.codes,
+        xn.scale_bytes,
+        v.codes if own_v else _empty(values, torch.uint8),
+        v.scale_bytes if own_v else _empty(values, torch.uint8),
+        rstd,
+        _empty(values) if mean is None else mean,
+        _empty(values) if total is None else total,
+    )
+
+
+@pma_attention.register_fake
+def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dtype):
+    opts = _numerics(numerics)
+    queries, heads, head_dim = q.shape
+    tokens, dim = values.shape
+    batch = offsets.shape[0] - 1
+
+    def empty(*shape, dtype=torch.float32):
+        return values.new_empty(shape, dtype=dtype)
+
+    def mx(block, rows_of, offs):
+        rows = 1 if block[0] == 0 else scale_rows(rows_of, offs)
+        return rows, head_dim // block[1]
+
+    rows, per = mx(opts.kv_block(head_dim), tokens, offsets)
+    q_rows, q_per = mx(opts.q_block(head_dim), queries, None)
+    byte = torch.uint8
+    v_shapes = ((tokens, dim), (rows, heads * per)) if w_v is not None else ((0,), (0,))
+    sums = (batch, dim) if opts.center else (0,)
+    return (
+        empty(batch, queries, dim, dtype=out_dtype),
+        empty(batch * queries, heads, head_dim, dtype=opts.attention.save_out_dtype),
+        empty(heads, batch * queries),
+        empty(heads, batch * queries),
+        empty(queries, heads, head_dim, dtype=byte),
+        empty(q_rows, heads, q_per, dtype=byte),
+        empty(*((heads, head_dim) if opts.q_smoothing else (0,))),
+        empty(tokens, heads, head_dim, dtype=byte),
+        empty(rows, heads, per, dtype=byte),
+        empty(tokens, dim, dtype=byte),
+        empty(rows, heads * per, dtype=byte),
+        empty(*v_shapes[0], dtype=byte),
+        empty(*v_shapes[1], dtype=byte),
+        empty(tokens),
+        empty(*sums),
+        empty(*sums),
+    )
+
+
+@torch.library.custom_op("modules::pma_attention_backward", mutates_args=())
+def pma_attention_backward(
+    dout: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    norm_weight: Tensor,
+    w_k: Tensor,
+    w_v: Tensor | None,
+    saved: list[Tensor],
+    eps: float,
+    numerics: str,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of values, q, norm_weight, w_k, w_v in their dtypes (q: FP32); one that is not needed has no elements."""
+    opts = _numerics(numerics)
+    (
+        centred_out, row_max, row_sum, q_codes, q_scale, q_mean, k_codes, k_scale,
+        xn_codes, xn_scale, v_codes, v_scale, rstd, mean, total,
+    ) = saved  # fmt: skip
+    queries, heads, head_dim = q_codes.shape
+    batch, dim = offsets.shape[0] - 1, heads * head_dim
+    block = opts.kv_block(head_dim)
+    need_values, need_q, need_norm, need_k, need_v = needs
+    projection = _projection(w_k, heads, opts, opts.hadamard)
+    value_weight = None if w_v is None else _projection(w_v, heads, opts, False)
+
+    q8 = MXTensor.from_bytes(q_codes, q_scale, opts.q_block(head_dim))
+    k8 = MXTensor.from_bytes(k_codes, k_scale, block, offsets)
+    xn = MXTensor.from_bytes(xn_codes, xn_scale, block, offsets)
+    v8 = xn if w_v is None else MXTensor.from_bytes(v_codes, v_scale, block, offsets)
+    v_mean = v_sum = None
+    if opts.center:
+        v_mean, v_sum = mean, total
+        if value_weight is not None:
+            exact = to_float(value_weight.weight)
+            v_mean, v_sum = mean @ exact.t(), total @ exact.t()
+        v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
+    problem = _problem(
+        q8, k8, v8.reshape_heads(heads), offsets, v_mean, v_sum, q_mean if opts.q_smoothing else None, opts.attention
+    )
+    flat = dout.reshape(batch * queries, heads, head_dim)
+    # `out` and `lse` are not read by the backward, which works from the centred output, the maximum and the sum.
+    result = ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
+    grads = core.backward(problem, result, flat, deterministic=torch.are_deterministic_algorithms_enabled())
+
+    def flatten_heads(grad: MXTensor | Tensor) -> MXTensor | Tensor:
+        return grad.flatten(1) if isinstance(grad, Tensor) else grad.flatten_heads()
+
+    dk, dv = flatten_heads(grads.dk), flatten_heads(grads.dv)
+    w = None if grads.dv_mean is None else grads.dv_mean.reshape(batch, dim)
+    dw_v: Tensor | None = None
+    d_normed, d_normed_mean = dv, w
+    if value_weight is not None:
+        exact = to_float(value_weight.weight)
+        d_normed, d_normed_mean = to_float(dv) @ exact, None if w is None else w @ exact
+        if need_v:
+            # dV = dv + w_b and xn = xc + mean_b per sequence b; the columns of dv alone sum to 0 only where w was taken out of them.
+            dw_v = weight_gradient(dv, xn, offsets)
+            length = (offsets[1:] - offsets[:-1]).to(torch.float32)[:, None]
+            if w is not None and opts.center:
+                dw_v += w.t() @ (total + length * mean)
+            elif w is not None:
+                dw_v += weight_gradient(per_token(w, offsets, values.shape[0]), xn, offsets)
+            elif opts.center:
+                dw_v += weight_gradient(dv, per_token(mean, offsets, values.shape[0]), offsets)
+    dx, dnorm, dw_k = gemm_norm_backward(
+        dk, d_normed, projection.weight, values, norm_weight, rstd, xn, dv_mean=d_normed_mean, offsets=None,
+        needs=(need_values, need_norm, need_k),
+    )  # fmt: skip
+    if dw_k is not None and opts.hadamard:
+        dw_k = rotate_rows(dw_k, heads)
+    return (
+        _empty(values, values.dtype) if dx is None else dx,
+        grads.dq if need_q else _empty(values),
+        _empty(values, norm_weight.dtype) if dnorm is None else dnorm.to(norm_weight.dtype),
+        _empty(values, w_k.dtype) if dw_k is None else dw_k.to(w_k.dtype),
+        _empty(values, (w_k if w_v is None else w_v).dtype) if dw_v is None or w_v is None else dw_v.to(w_v.dtype),
+    )
+
+
+@pma_attention_backward.register_fake
+def _(dout, values, offsets, norm_weight, w_k, w_v, saved, eps, numerics, backend, needs):
+    def grad(like, need, shape=None, dtype=None):
+        return values.new_empty((shape or like.shape) if need else (0,), dtype=dtype or like.dtype)
+
+    q_codes = saved[3]
+    return (
+        grad(values, needs[0]),
+        grad(q_codes, needs[1], dtype=torch.float32),
+        grad(norm_weight, needs[2]),
+        grad(w_k, needs[3]),
+        grad(w_k if w_v is None else w_v, needs[4] and w_v is not None),
+    )
+
+
+def _pma_setup(ctx, inputs, output):
+    values, offsets, _, norm_weight, w_k, w_v, ctx.eps, ctx.numerics, ctx.backend, _ = inputs
+    ctx.has_value = w_v is not None
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(values, offsets, norm_weight, w_k, *([w_v] if w_v is not None else []), *output[1:])
+
+
+def _pma_backward(ctx, dout, *_):
+    values, offsets, norm_weight, w_k, *rest = ctx.saved_tensors
+    w_v = rest.pop(0) if ctx.has_value else None
+    need = ctx.needs_input_grad
+    needs = [need[0], need[2], need[3], need[4], ctx.has_value and need[5]]
+    if dout is None or not any(needs):
+        return (None,) * 10
+    dx, dq, dnorm, dw_k, dw_v = torch.ops.modules.pma_attention_backward(
+        dout, values, offsets, norm_weight, w_k, w_v, rest, ctx.eps, ctx.numerics, ctx.backend, needs
+    )
+    picked = [g if n else None for g, n in zip((dx, dq, dnorm, dw_k, dw_v), needs, strict=True)]
+    return picked[0], None, *picked[1:], None, None, None, None
+
+
+pma_attention.register_autograd(_pma_backward, setup_context=_pma_setup)
+
+
+# ---- key/value side in BF16 ----------------------------------------------------------------------------------------
+
+
+def _bounds(offsets: Tensor) -> list[tuple[int, int, int]]:
+    host = offsets.tolist()
+    return [(b, *pair) for b, pair in enumerate(zip(host[:-1], host[1:], strict=True)) if pair[1] > pair[0]]
+
+
+@torch.library.custom_op("modules::jagged_attention", mutates_args=())
+def jagged_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """BF16 attention of shared ``q [Q, H, D]`` over jagged ``k``, ``v`` ``[T, H, D]``: ``[B, Q, H, D]``, 0 where there is no key.
+
+    One SDPA call a sequence, which reads the offsets on the host: for CPUs, and GPUs that flash-attn-4 does not serve.
+    """
+    out = q.new_zeros(offsets.shape[0] - 1, *q.shape)
+    query = q.transpose(0, 1)[None]
+    for b, start, stop in _bounds(offsets):
+        key, value = (t[start:stop].transpose(0, 1)[None] for t in (k, v))
+        out[b] = F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
+    return out
+
+
+@jagged_attention.register_fake
+def _(q, k, v, offsets):
+    return q.new_empty((offsets.shape[0] - 1, *q.shape))
+
+
+@torch.library.custom_op("modules::jagged_attention_backward", mutates_args=())
+def jagged_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v at flash-attention's rounding points: operands, P and dS in their dtype, sums in FP32."""
+    dtype, scale = q.dtype, q.shape[-1] ** -0.5
+    dq = torch.zeros_like(q, dtype=torch.float32).transpose(0, 1)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    query = q.transpose(0, 1).to(torch.float32)
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(dtype).to(torch.float32)
+
+    for b, start, stop in _bounds(offsets):
+        key, value = (t[start:stop].transpose(0, 1).to(torch.float32) for t in (k, v))
+        grad = dout[b].transpose(0, 1).to(torch.float32)
+        p = torch.softmax(query @ key.transpose(1, 2) * scale, dim=-1)
+        dp = grad @ value.transpose(1, 2)
+        ds = rounded(p * (dp - (p * dp).sum(dim=-1, keepdim=True)) * scale)
+        dq += ds @ key
+        dk[start:stop] = (ds.transpose(1, 2) @ query).transpose(0, 1).to(dtype)
+        dv[start:stop] = (rounded(p).transpose(1, 2) @ grad).transpose(0, 1).to(dtype)
+    return dq.transpose(0, 1).to(dtype).contiguous(), dk, dv
+
+
+@jagged_attention_backward.register_fake
+def _(dout, q, k, v, offsets):
+    return q.new_empty(q.shape), torch.empty_like(k), torch.empty_like(v)
+
+
+def _jagged_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _jagged_backward(ctx, dout):
+    return (*torch.ops.modules.jagged_attention_backward(dout, *ctx.saved_tensors), None)
+
+
+jagged_attention.register_autograd(_jagged_backward, setup_context=_jagged_setup)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _fa4_rows(rows: Tensor, k: Tensor, v: Tensor, offsets: Tensor, queries: int) -> Tensor:
+    """flash-attn-4 on ``rows [B * Q, H, D]``; differentiable by its own autograd."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    starts = torch.arange(offsets.shape[0], device=rows.device, dtype=torch.int32) * queries
+    out = flash_attn_varlen_func(
+        rows, k, v, cu_seqlens_q=starts, cu_seqlens_k=offsets.to(torch.int32), max_seqlen_q=queries
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+@torch.library.custom_op("modules::fa4_attention", mutates_args=())
+def fa4_attention(rows: Tensor, k: Tensor, v: Tensor, offsets: Tensor, queries: int) -> Tensor:
+    """flash-attn-4 as one opaque operator for ``torch.compile`` and ``torch.export``, which cannot trace its launcher."""
+    return _fa4_rows(rows, k, v, offsets, queries)
+
+
+@fa4_attention.register_fake
+def _(rows, k, v, offsets, queries):
+    return torch.empty_like(rows)
+
+
+@torch.library.custom_op("modules::fa4_attention_backward", mutates_args=())
+def fa4_attention_backward(
+    dout: Tensor, rows: Tensor, k: Tensor, v: Tensor, offsets: Tensor, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients. The public function gives them only through autograd, so the forward runs again."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (rows, k, v)]
+        out = _fa4_rows(*leaves, offsets, queries)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    return dq, dk, dv
+
+
+@fa4_attention_backward.register_fake
+def _(dout, rows, k, v, offsets, queries):
+    return torch.empty_like(rows), torch.empty_like(k), torch.empty_like(v)
+
+
+def _fa4_setup(ctx, inputs, output):
+    *tensors, ctx.queries = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _fa4_backward(ctx, dout):
+    return (*torch.ops.modules.fa4_attention_backward(dout, *ctx.saved_tensors, ctx.queries), None, None)
+
+
+fa4_attention.register_autograd(_fa4_backward, setup_context=_fa4_setup)
+
+
+def _attend_fa4(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    batch, queries = offsets.shape[0] - 1, q.shape[0]
+    rows = q.expand(batch, *q.shape).reshape(batch * queries, *q.shape[1:])
+    # Eager calls go to the public function itself: its backward has what its forward saved.
+    attend = fa4_attention if torch.compiler.is_compiling() else _fa4_rows
+    out = attend(rows, k, v, offsets, queries).unflatten(0, (batch, queries))
+    # flash-attn-4 leaves the rows of a sample without keys undefined; here they are 0.
+    return torch.where((offsets[1:] > offsets[:-1])[:, None, None, None], out, 0.0)
+
+
+@lru_cache(maxsize=32)
+def _bf16_choice(kind: str, index: int | None, backend: str) -> str:
+    reason = "the tensors are on the CPU"
+    if kind == "cuda":
+        major, minor = torch.cuda.get_device_capability(index)
+        if importlib.util.find_spec("flash_attn") is None:
+            reason = "flash-attn-4 is not installed"
+        elif major not in (9, 10):
+            reason = f"flash-attn-4 does not serve sm_{major}{minor}"
+        else:
+            reason = ""
+    if backend == "fa4" and reason:
+        raise ValueError(f"backend is 'fa4' but {reason}; allowed here are 'auto' and 'sdpa'")
+    chosen = "sdpa" if backend == "sdpa" or reason else "fa4"
+    if backend == "auto":
+        log.info("PMA precision='bf16' on %s runs on %s%s", kind, chosen, f": {reason}" if reason else "")
+    return chosen
+
+
+def _bf16_attention(device: torch.device, backend: str) -> Attend:
+    return jagged_attention if _bf16_choice(device.type, device.index, backend) == "sdpa" else _attend_fa4
+
+
+def pma_bf16(
+    values: Tensor, offsets: Tensor, q: Tensor, norm_weight: Tensor, w_k: Tensor, w_v: Tensor | None, eps: float,
+    backend: str,
+) -> Tensor:  # fmt: skip
+    """The key/value side in BF16, plain PyTorch around one attention operator: ``[B, Q, dim]`` BF16."""
+    queries, heads, head_dim = q.shape
+    valid = inside(offsets, values.shape[0])
+    # Rows past the last offset may hold anything; as zeros they reach neither a value nor a gradient.
+    x = torch.where(valid, values, 0.0).to(torch.float32)
+    xn = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
+    xn = xn.to(torch.bfloat16)
+    k = F.linear(xn, w_k.to(torch.bfloat16)).unflatten(1, (heads, head_dim))
+    v = (xn if w_v is None else F.linear(xn, w_v.to(torch.bfloat16))).unflatten(1, (heads, head_dim))
+    return _bf16_attention(values.device, backend)(q.to(torch.bfloat16), k, v, offsets).flatten(2)
+
+
+def check_backend(precision: str, backend: str, head_dim: int, numerics: Numerics) -> None:
+    """Refuse, at construction, what no device can serve: a ``ValueError`` that names argument, value and what is allowed."""
+    allowed = BF16_BACKENDS if precision == "bf16" else MX_BACKENDS
+    if backend not in allowed:
+        raise ValueError(f"backend is {backend!r} with precision={precision!r}; allowed are {', '.join(map(repr, allowed))}")
+    if precision == "bf16":
+        return
+    check_head_dim(head_dim)
+    if numerics.hadamard and head_dim & (head_dim - 1):
+        raise ValueError(f"numerics.hadamard is True but the head dimension is {head_dim}; it must be a power of two")
+    if numerics.attention.center_p and not numerics.center:
+        raise ValueError(
+            "numerics.center is False but numerics.attention.center_p is True, which needs the sums that centring makes; "
+            "change one of them"
+        )
+
+
+def pma_mxfp8(
+    values: Tensor, offsets: Tensor, q: Tensor, norm_weight: Tensor, w_k: Tensor, w_v: Tensor | None, eps: float,
+    numerics: Numerics, backend: str, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The key/value side in MXFP8: ``modules::pma_attention``, of whose results only ``out [B, Q, dim]`` is for the caller."""
+    return pma_attention(
+        values, offsets, q, norm_weight, w_k, w_v, eps, numerics.key, backend, out_dtype
+    )[0]  # fmt: skip

@@ -1,0 +1,95 @@
+"""What a PMA module rounds, and where: one frozen object, and its two presets.
+
+``Numerics()`` is the project's own design; ``Numerics.post()`` is the recipe it is compared with. The rounding points inside
+the attention core are :class:`lp_fa4.config.AttentionConfig`, carried in ``attention``.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lp_fa4.config import AttentionConfig
+
+_PROJECTIONS = ("bf16", "e4m3x2", "e4m3")
+_SCALES = ("square", "token", "static")
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Rounding points of the module around the attention core. Hashable; ``key`` is its text form for operator arguments.
+
+    Attributes:
+        attention: choices of the core.
+        center: take a mean per sequence away from the normed events before they are rounded (``xc``). The softmax does not see
+            the shift of K, the mean of V is added to the output, and what is left rounds finer. Needs ``attention.center_p``'s sums,
+            which it provides.
+        key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
+            ``"e4m3"``: E4M3 times E4M3. The value projection, where there is one, follows it.
+        query_projection: ``"bf16"`` or ``"e4m3"``: the operands of ``Wq``.
+        hadamard: rotate each head of Wq and Wk by a Hadamard matrix. Nothing on independent channels, 3 to 8 dB where queries and
+            keys share outlier channels. The head dimension must be a power of two.
+        q_smoothing: round ``q - mean(q)`` and add the mean's scores in FP32: helps where seeds are alike.
+        scales: blocks of xn and k: ``"square"`` (32, 32); ``"token"`` (32, D); ``"static"`` (0, D), exponents from the bound that the
+            norm's weight gives, no amax. q takes (32, 32) for square, else (32, D).
+    """
+
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    center: bool = True
+    key_projection: str = "bf16"
+    query_projection: str = "bf16"
+    hadamard: bool = False
+    q_smoothing: bool = False
+    scales: str = "square"
+    key: str = field(init=False, compare=False, repr=False, default="")
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("key_projection", _PROJECTIONS),
+            ("query_projection", ("bf16", "e4m3")),
+            ("scales", _SCALES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(repr, allowed))}")
+        if not isinstance(self.attention, AttentionConfig):
+            raise TypeError(f"attention is {type(self.attention).__name__}; it must be an AttentionConfig")
+        values = {name: getattr(self, name) for name in _PLAIN}
+        object.__setattr__(self, "key", json.dumps({**values, "attention": self.attention.key}, sort_keys=True))
+
+    @classmethod
+    def post(cls, **changes: Any) -> "Numerics":
+        """The conventional recipe: every operand of every product is E4M3 with one rounding, nothing is centred."""
+        choices: dict[str, Any] = dict(
+            attention=AttentionConfig.post(), center=False, key_projection="e4m3", query_projection="e4m3"
+        )
+        return cls(**{**choices, **changes})
+
+    @classmethod
+    def preset(cls, name: "str | Numerics", **changes: Any) -> "Numerics":
+        """``"default"``, ``"post"``, or an object as it is; fields of it or of ``attention`` changed by name."""
+        if isinstance(name, Numerics):
+            base = name
+        elif name in ("default", "post"):
+            base = cls.post() if name == "post" else cls()
+        else:
+            raise ValueError(f'numerics is {name!r}; allowed are "default", "post" and a Numerics object')
+        own = {k: v for k, v in changes.items() if k in _PLAIN or k == "attention"}
+        inner = {k: v for k, v in changes.items() if k not in own}
+        base = replace(base, **own)
+        return replace(base, attention=base.attention.with_(**inner)) if inner else base
+
+    @classmethod
+    def from_key(cls, key: str) -> "Numerics":
+        """Inverse of ``key``."""
+        values = json.loads(key)
+        return cls(**{**values, "attention": AttentionConfig.from_key(values["attention"])})
+
+    def kv_block(self, head_dim: int) -> tuple[int, int]:
+        """Blocks of xn, k and v."""
+        return {"square": (32, 32), "token": (32, head_dim), "static": (0, head_dim)}[self.scales]
+
+    def q_block(self, head_dim: int) -> tuple[int, int]:
+        """Blocks of q."""
+        return (32, 32) if self.scales == "square" else (32, head_dim)
+
+
+_PLAIN = ("center", "key_projection", "query_projection", "hadamard", "q_smoothing", "scales")
