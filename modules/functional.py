@@ -489,8 +489,13 @@ def _attend_fa4(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     return torch.where((offsets[1:] > offsets[:-1])[:, None, None, None], out, 0.0)
 
 
-@lru_cache(maxsize=32)
+@torch.compiler.assume_constant_result
 def _bf16_choice(kind: str, index: int | None, backend: str) -> str:
+    return _bf16_choice_once(kind, index, backend)
+
+
+@lru_cache(maxsize=32)
+def _bf16_choice_once(kind: str, index: int | None, backend: str) -> str:
     reason = "the tensors are on the CPU"
     if kind == "cuda":
         major, minor = torch.cuda.get_device_capability(index)
