@@ -21,7 +21,13 @@ QUERY_TILE = 64
 
 
 def backward(
-    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+    problem: AttentionProblem,
+    result: ForwardResult,
+    dout: Tensor,
+    *,
+    deterministic: bool = False,
+    dlse: Tensor | None = None,
+    needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> Gradients:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to the (centred) operands.
 
@@ -29,6 +35,7 @@ def backward(
         result: of the forward of the same problem. dout: ``[R, H, D]``, any float dtype and strides.
         deterministic: accepted for the kernels' sake; this function always is.
         dlse: ``[H, R]`` or None.
+        needs: which of dq, dk, dv are wanted; the others are 0 and cost nothing.
 
     Everything but a shared dQ is computed per sequence from that sequence's rows alone; a shared dQ is summed in batch order in FP32.
     """
@@ -51,9 +58,9 @@ def backward(
         rows = slice(span.r0, span.r1)
         do = dout[rows].to(torch.float32).transpose(0, 1).contiguous()
         side = _RowSide(p, result, span, do, None if dlse is None else dlse[:, rows].to(torch.float32))
-        dqb = torch.empty(heads, span.queries, dim, dtype=torch.float32, device=device)
+        dqb = torch.zeros(heads, span.queries, dim, dtype=torch.float32, device=device)
         dkb, dvb = torch.zeros_like(k), torch.zeros_like(v)
-        _gradients(p, span, q, k, v, side, dqb, dkb, dvb)
+        _gradients(p, span, q, k, v, side, dqb, dkb, dvb, needs)
         keys = slice(span.k0, span.k1)
         dk[keys] = _over_group(dkb, p)[:, : span.keys].transpose(0, 1)
         dv[keys] = _over_group(dvb, p)[:, : span.keys].transpose(0, 1)
@@ -95,7 +102,7 @@ class _RowSide:
 
 
 def _gradients(
-    p: AttentionProblem, span: Span, q: Tensor, k: Tensor, v: Tensor, side: _RowSide, dq: Tensor, dk: Tensor, dv: Tensor
+    p: AttentionProblem, span: Span, q: Tensor, k: Tensor, v: Tensor, side: _RowSide, dq: Tensor, dk: Tensor, dv: Tensor, needs: tuple
 ) -> None:
     """Fill ``dq`` and add to ``dk``, ``dv`` (all by query head) for one sequence."""
     cfg = p.config
@@ -108,7 +115,6 @@ def _gradients(
     for piece in chunks(p.heads, span.queries, span.keys, p.causal, step):
         h, i, seen = slice(piece.h0, piece.h1), slice(piece.i0, piece.i1), slice(0, piece.padded)
         if piece.keys == 0:
-            dq[h, i] = 0.0
             continue
         s = scores(q, k, p.softmax_scale * LOG2_E, bias, piece, span.queries, span.keys, p.causal)
         prob = s.sub_(side.row_max[h, i, None]).exp2_()
@@ -116,13 +122,16 @@ def _gradients(
             prob.div_(side.row_sum[h, i, None])
         do8 = side.do8[h, i]
         ds = torch.bmm(do8, v[h, seen].transpose(1, 2)).sub_(side.delta[h, i, None]).mul_(prob)
-        _add_dv(p, span, prob, side.row_sum[h, i], do8, dv[h, seen])
+        if needs[2]:
+            _add_dv(p, span, prob, side.row_sum[h, i], do8, dv[h, seen])
         if cfg.round_ds:
             ds = fake_quantize(ds, block)
-        dk[h, seen] += torch.bmm(ds.transpose(1, 2), q[h, i]).mul_(p.softmax_scale)
-        if mean is not None:
-            dk[h, seen] += ds.sum(1)[..., None] * (mean[h, None, :] * p.softmax_scale)
-        dq[h, i] = _dq(p, ds, k[h, seen], piece, exponent)
+        if needs[1]:
+            dk[h, seen] += torch.bmm(ds.transpose(1, 2), q[h, i]).mul_(p.softmax_scale)
+            if mean is not None:
+                dk[h, seen] += ds.sum(1)[..., None] * (mean[h, None, :] * p.softmax_scale)
+        if needs[0]:
+            dq[h, i] = _dq(p, ds, k[h, seen], piece, exponent)
 
 
 def _add_dv(p: AttentionProblem, span: Span, prob: Tensor, row_sum: Tensor, do8: Tensor, dv: Tensor) -> None:

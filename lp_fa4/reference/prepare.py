@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lp_fa4.config import AttentionConfig
-from lp_fa4.mx import MXTensor, quantize_mx
+from lp_fa4.mx import MXTensor, quantize_mx, sequence_ids
 
 
 class Prepared(NamedTuple):
@@ -26,7 +26,14 @@ class Prepared(NamedTuple):
 
 
 def sequence_sums(x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Sum of each sequence's rows, fp32 ``[B, ...]``; ``x [T, ...]``. Rows past ``offsets[-1]`` are not read; an empty sequence gives 0."""
+    """Sum of each sequence's rows, fp32 ``[B, ...]``; ``x [T, ...]``. Rows past ``offsets[-1]`` are not read; an empty sequence gives 0.
+
+    On a CPU each sequence is summed pairwise; elsewhere in token order, without reading the offsets on the host.
+    """
+    if offsets is not None and x.device.type != "cpu":
+        flat = x.to(torch.float32).flatten(1).contiguous()
+        sums = torch.segment_reduce(flat, "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+        return sums.unflatten(1, x.shape[1:])
     bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
     sums = torch.zeros(len(bounds) - 1, *x.shape[1:], dtype=torch.float32, device=x.device)
     for b in range(len(bounds) - 1):
@@ -40,6 +47,8 @@ def centre(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
     Rows past ``offsets[-1]`` are 0 in the result.
     """
+    if offsets is not None and x.device.type != "cpu":
+        return _centre_on_device(x, offsets)
     bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
     batch = len(bounds) - 1
     means = torch.zeros(batch, *x.shape[1:], dtype=torch.float32, device=x.device)
@@ -54,6 +63,17 @@ def centre(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             out[lo:hi] = rows
             sums[b] = rows.sum(0)
     return out, means, sums
+
+
+def _centre_on_device(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`centre` without a host read."""
+    lengths = (offsets[1:] - offsets[:-1]).clamp(min=1).to(torch.float32)
+    means = sequence_sums(x, offsets) / lengths.reshape(-1, *[1] * (x.dim() - 1))
+    sequence = sequence_ids(offsets, x.shape[0])
+    inside = (sequence < lengths.shape[0]).reshape(-1, *[1] * (x.dim() - 1))
+    spread = torch.cat([means, torch.zeros_like(means[:1]) if means.shape[0] else means.new_zeros(1, *means.shape[1:])])[sequence]
+    out = torch.where(inside, x.to(torch.float32) - spread, 0.0)
+    return out, means, sequence_sums(out, offsets)
 
 
 def prepare(
