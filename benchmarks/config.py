@@ -116,7 +116,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
     origin = get_origin(kind)
     if kind is Any:
         return value
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ConfigError(f"{key}: got {value!r}, expected a section with keys {', '.join(_fields(kind))}")
         return _build(kind, value, f"{key}.")
@@ -263,9 +263,7 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] 
         data = _parse_yaml(text, str(file))
         data = {} if data is None else data
         if not isinstance(data, dict):
-            raise ConfigError(
-                f"{file}: got {type(data).__name__}, expected a mapping of keys ({', '.join(_fields(cls))})"
-            )
+            raise ConfigError(f"{file}: got {type(data).__name__}, expected a mapping of keys ({', '.join(_fields(cls))})")
     for text in overrides:
         _override(data, text, cls)
     try:

@@ -59,9 +59,7 @@ def commit() -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True, encoding="utf-8"
-            )
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True, encoding="utf-8")
         except (OSError, subprocess.SubprocessError):
             return None
         return done.stdout.strip()
@@ -145,16 +143,12 @@ def _jsonable(value: Any) -> Any:
     return _jsonable(to_dict(value)) if hasattr(value, "__dataclass_fields__") else str(value)
 
 
-def write_record(
-    path: str | Path, command: str, config: Any, results: Any, device: torch.device | str = "cpu"
-) -> dict[str, Any]:
+def write_record(path: str | Path, command: str, config: Any, results: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Write ``{"command", "config", "environment", "results"}`` as JSON, replacing the file only once it is whole.
 
     NaN and infinities, which JSON lacks, are written as the texts "nan", "inf" and "-inf". Returns what was written.
     """
-    record = _jsonable(
-        {"command": command, "config": to_dict(config), "environment": environment(device), "results": results}
-    )
+    record = _jsonable({"command": command, "config": to_dict(config), "environment": environment(device), "results": results})
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
@@ -174,9 +168,7 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: s
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
 
     def line(row: Sequence[str]) -> str:
-        return "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        return "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
 
     rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
     lines = [rule, line(columns), rule, *map(line, cells), rule]

@@ -55,9 +55,7 @@ def color(name: str, index: int = 0) -> str:
 
 
 @contextmanager
-def figure(
-    path: str | Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float] | None = None
-) -> Iterator[tuple[Figure, Any]]:
+def figure(path: str | Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float] | None = None) -> Iterator[tuple[Figure, Any]]:
     """A figure in the house style, written to `path` when the block ends without an error.
 
     Args:
