@@ -401,7 +401,8 @@ def report(config: NumericsConfig, results: dict[str, Any]) -> str:
         for row in ROWS:
             cells = [f"{table[name][row]:.2f}" for name in names]
             if kind == "fp64":
-                cells += [f"≥ {dict(zip(ROWS, limits, strict=False)).get(row, math.nan):g}" for limits in config.gates.values()]
+                gate = ROWS.index(row)
+                cells += [f"≥ {limits[gate]:g}" if gate < len(limits) else "" for limits in config.gates.values()]
             cells += [f"{results['published'][p][row]:.2f}" if row in results["published"][p] else "" for p in beside]
             rows.append([row + ("" if row == ROWS[0] else " grad"), *cells])
         gates = [f"gate {name}" for name in config.gates] if kind == "fp64" else []

@@ -43,7 +43,7 @@ def _numerics(key: str) -> Numerics:
 
 @torch.library.custom_op("modules::round_mxfp8", mutates_args=())
 def round_mxfp8(x: Tensor) -> Tensor:
-    """``x [T, C]`` rounded to MXFP8 in 32×32 blocks and back to FP32; the gradient passes straight through."""
+    """``x [T, C]`` rounded to MXFP8 in 32×32 blocks and back to FP32. No gradient."""
     return quantize_mx(x).dequantize()
 
 
@@ -52,26 +52,21 @@ def _(x):
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
-def _round_setup(ctx, inputs, output):
-    ctx.dtype = inputs[0].dtype
-
-
-round_mxfp8.register_autograd(lambda ctx, grad: grad.to(ctx.dtype), setup_context=_round_setup)
-
-
 def query_heads(
     seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None
 ) -> Tensor:
     """``RMSNorm(seeds) @ Wq^T`` as ``[Q, H, D]`` FP32, before it is quantized; differentiable.
 
-    There are ``Q`` rows, once a step, so FP32 sums of BF16 operands cost nothing. ``numerics=None`` is BF16 attention.
+    There are ``Q`` rows, once a step, so FP32 sums of BF16 operands cost nothing. With ``query_projection="e4m3"`` the forward
+    product takes both operands in MXFP8; its gradient passes straight through to the BF16 product. ``numerics=None`` is BF16
+    attention.
     """
     s = seeds.to(torch.float32)
     qn = s * torch.rsqrt(s.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
+    q = F.linear(qn.to(torch.bfloat16).to(torch.float32), proj.to(torch.bfloat16).to(torch.float32))
     if numerics is not None and numerics.query_projection == "e4m3":
-        q = F.linear(round_mxfp8(qn), round_mxfp8(proj.to(torch.float32)))
-    else:
-        q = F.linear(qn.to(torch.bfloat16).to(torch.float32), proj.to(torch.bfloat16).to(torch.float32))
+        low = F.linear(round_mxfp8(qn.detach()), round_mxfp8(proj.detach().to(torch.float32)))
+        q = q + (low - q.detach())
     q = q.unflatten(1, (heads, -1))
     if numerics is not None and numerics.hadamard:
         q = q @ hadamard_matrix(q.shape[-1], q.device)

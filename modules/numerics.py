@@ -25,7 +25,7 @@ class Numerics:
             which it provides.
         key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
             ``"e4m3"``: E4M3 times E4M3. The value projection, where there is one, follows it.
-        query_projection: ``"bf16"`` or ``"e4m3"``: the operands of ``Wq``.
+        query_projection: ``"bf16"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are BF16 products.
         hadamard: rotate each head of Wq and Wk by a Hadamard matrix. Nothing on independent channels, 3 to 8 dB where queries and
             keys share outlier channels. The head dimension must be a power of two.
         q_smoothing: round ``q - mean(q)`` and add the mean's scores in FP32: helps where seeds are alike.
