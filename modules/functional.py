@@ -23,19 +23,33 @@ from fused_ops.gemm_quantize.interface import projection_exponent
 from fused_ops.hadamard import hadamard_matrix, rotate_rows
 from fused_ops.operands import Weight, split_e4m3, to_float
 from fused_ops.rmsnorm_quantize.reference import inside, per_token
-from lp_fa4 import reference as core
-from lp_fa4.mx import MXTensor, quantize_mx, scale_rows
+from lp_fa4 import dispatch
+from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
+from lp_fa4.ops import run_backward
 from lp_fa4.problem import AttentionProblem, ForwardResult, check_head_dim
 from modules.numerics import Numerics
 
 log = logging.getLogger(__name__)
 BF16_BACKENDS = ("auto", "fa4", "sdpa")
-MX_BACKENDS = ("auto", "reference")
+MX_BACKENDS = ("auto", *dispatch.BACKENDS)
 
 
 @lru_cache(maxsize=64)
 def _numerics(key: str) -> Numerics:
     return Numerics.from_key(key)
+
+
+def _settle(device: torch.device, head_dim: int, key: str, backend: str, *, say: bool = False) -> tuple[str, Numerics]:
+    """The backend that serves the module's attention on ``device``, and the numerics settled for it.
+
+    Fake and real implementations, forward and backward, all ask here, so that they agree.
+    """
+    opts = _numerics(key)
+    features = dispatch.Features(head_dim, shared_q=True, q_mean=opts.q_smoothing, config=opts.attention)
+    name = dispatch.choose(device, features, backend)
+    if say and backend == "auto":
+        dispatch.announce(name, device, features)
+    return name, opts.for_backend(name)
 
 
 # ---- query side: plain PyTorch -------------------------------------------------------------------------------------
@@ -127,10 +141,10 @@ def pma_attention(
     scale, q_mean; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
     normed rows, ``[B, dim]``.
     """
-    opts = _numerics(numerics)
     queries, heads, head_dim = q.shape
+    name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
-    block = opts.kv_block(head_dim)
+    block = opts.block(head_dim)
     projection = _projection(w_k, heads, opts, opts.hadamard)
 
     normed: Tensor | None = None
@@ -159,7 +173,11 @@ def pma_attention(
             exact = to_float(value_weight.weight)
             v_mean, v_sum = mean @ exact.t(), total @ exact.t()
     q_mean = q.mean(dim=0) if opts.q_smoothing else None
-    q8 = quantize_mx(q if q_mean is None else q - q_mean, opts.q_block(head_dim), token_dim=0)
+    qc = q if q_mean is None else q - q_mean
+    q_exponent = None
+    if opts.scales == "static":  # one amax a head over Q rows: the seeds' projection is small, its bound would be loose
+        q_exponent = encode_scale(qc.abs().amax(dim=(0, 2))).to(torch.int32) - 127
+    q8 = quantize_mx(qc, block, token_dim=0, exponent=q_exponent)
 
     def per_head(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.reshape(batch, heads, head_dim)
@@ -167,7 +185,7 @@ def pma_attention(
     problem = _problem(
         q8, k, v.reshape_heads(heads), offsets, per_head(v_mean), per_head(v_sum), q_mean, opts.attention
     )
-    result = core.forward(problem)
+    result = dispatch.module(name).forward(problem)
     out = result.out.reshape(batch, queries, dim).to(out_dtype)
     if out.data_ptr() == result.centred_out.data_ptr():  # an operator may not return one memory twice
         out = out.clone()
@@ -194,8 +212,8 @@ def pma_attention(
 
 @pma_attention.register_fake
 def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dtype):
-    opts = _numerics(numerics)
     queries, heads, head_dim = q.shape
+    _, opts = _settle(q.device, head_dim, numerics, backend)
     tokens, dim = values.shape
     batch = offsets.shape[0] - 1
 
@@ -206,8 +224,8 @@ def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dty
         rows = 1 if block[0] == 0 else scale_rows(rows_of, offs)
         return rows, head_dim // block[1]
 
-    rows, per = mx(opts.kv_block(head_dim), tokens, offsets)
-    q_rows, q_per = mx(opts.q_block(head_dim), queries, None)
+    rows, per = mx(opts.block(head_dim), tokens, offsets)
+    q_rows, q_per = mx(opts.block(head_dim), queries, None)
     byte = torch.uint8
     v_shapes = ((tokens, dim), (rows, heads * per)) if w_v is not None else ((0,), (0,))
     sums = (batch, dim) if opts.center else (0,)
@@ -246,19 +264,19 @@ def pma_attention_backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of values, q, norm_weight, w_k, w_v in their dtypes (q: FP32); one that is not needed has no elements."""
-    opts = _numerics(numerics)
     (
         centred_out, row_max, row_sum, q_codes, q_scale, q_mean, k_codes, k_scale,
         xn_codes, xn_scale, v_codes, v_scale, rstd, mean, total,
     ) = saved  # fmt: skip
     queries, heads, head_dim = q_codes.shape
+    name, opts = _settle(values.device, head_dim, numerics, backend)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
-    block = opts.kv_block(head_dim)
+    block = opts.block(head_dim)
     need_values, need_q, need_norm, need_k, need_v = needs
     projection = _projection(w_k, heads, opts, opts.hadamard)
     value_weight = None if w_v is None else _projection(w_v, heads, opts, False)
 
-    q8 = MXTensor.from_bytes(q_codes, q_scale, opts.q_block(head_dim))
+    q8 = MXTensor.from_bytes(q_codes, q_scale, block)
     k8 = MXTensor.from_bytes(k_codes, k_scale, block, offsets)
     xn = MXTensor.from_bytes(xn_codes, xn_scale, block, offsets)
     v8 = xn if w_v is None else MXTensor.from_bytes(v_codes, v_scale, block, offsets)
@@ -275,7 +293,8 @@ def pma_attention_backward(
     flat = dout.reshape(batch * queries, heads, head_dim)
     # `out` and `lse` are not read by the backward, which works from the centred output, the maximum and the sum.
     result = ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
-    grads = core.backward(problem, result, flat, deterministic=torch.are_deterministic_algorithms_enabled())
+    need_kv = need_values or need_norm
+    grads = run_backward(name, problem, result, flat, None, False, (need_q, need_kv or need_k, need_kv or need_v))
 
     def flatten_heads(grad: MXTensor | Tensor) -> MXTensor | Tensor:
         return grad.flatten(1) if isinstance(grad, Tensor) else grad.flatten_heads()
