@@ -45,6 +45,10 @@ _DTYPES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
+extra_options = ""
+"""Appended to every compilation. Tests that look at PTX or SASS set ``--keep-ptx --keep-cubin --dump-dir DIR`` here, in
+a process of their own; the compiled function then has them as ``artifacts.PTX`` and ``artifacts.CUBIN``."""
+
 _lock = threading.RLock()
 _compilations = 0
 
@@ -149,7 +153,8 @@ def build(arch: str, function: Any, *arguments: Any) -> Any:
     import cutlass.cute as cute
 
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(function, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {arch}")
+    options = f"--enable-tvm-ffi --gpu-arch {arch} {extra_options}".strip()
+    return cute.compile(function, *arguments, stream, options=options)
 
 
 def launch(compiled: Any, device: torch.device, *arguments: Any) -> None:

@@ -1,0 +1,60 @@
+"""Compile-time choices of the Hopper forward, and the tuning table. No ``cutlass`` here."""
+
+from dataclasses import dataclass
+
+QUERY_TILE = 128
+"""Query rows of a work item: two consumer warpgroups of 64."""
+KEY_TILE = 128
+"""Keys of a tile: V^T then has exactly one 128-byte swizzle row per head column. 96, 160 and 224 lose half the speed."""
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """The compile key of a forward. Nothing in it depends on data.
+
+    Attributes:
+        head_dim: 64 or 128.
+        group: query heads per key/value head.
+        causal: mask aligned at the ends.
+        centred: P is centred before it is rounded; needs the sums of V.
+        mean: a mean of V is added to the output, and the centred output is stored beside it.
+        shared: one set of queries for every sequence.
+        key_scale, value_scale: keys under one exponent: 0 (static), 128 or 32.
+        query_static: one exponent for all queries.
+        split_keys: keys per split, 0 for none.
+        mma_sum: the row sum is taken over the rounded P by the tensor core (eight rows of ones under V^T); otherwise in
+            FP32 over the unrounded P. Only with a static exponent of V: folded into P, an exponent far under the
+            largest would round away P's share of the sum.
+        p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
+        registers: of a consumer and of a producer thread.
+    """
+
+    head_dim: int
+    group: int = 1
+    causal: bool = False
+    centred: bool = True
+    mean: bool = True
+    shared: bool = True
+    key_scale: int = 0
+    value_scale: int = 0
+    query_static: bool = True
+    split_keys: int = 0
+    mma_sum: bool = True
+    p_scale_log2: int = 7
+    threshold: float = 1.75
+    stages: int = 2
+    registers: tuple[int, int] = (240, 24)
+
+    def __post_init__(self) -> None:
+        assert not (self.mma_sum and self.value_scale), "mma_sum needs a static exponent of V"
+        assert not (self.centred and self.causal)
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of a V^T stage: head columns, then eight rows of ones where the tensor core sums P."""
+        return self.head_dim + (8 if self.mma_sum else 0)
+
+    @property
+    def vectors(self) -> int:
+        """FP32 vectors of length ``head_dim`` that travel with a query tile: the sums, then the mean of V."""
+        return int(self.centred) + int(self.mean)

@@ -1,0 +1,196 @@
+"""FP8 attention forward on Hopper: layouts, barriers and shared memory; the roles live in ``forward_producer`` and
+``forward_consumer``.
+
+Q and K are E4M3 rows ``[tokens, heads, D]``; V^T is the copy of ``transpose`` in "accumulator" order. A persistent CTA
+draws work items (``worklist``); one warp loads by TMA, two warpgroups compute. What lies beyond a sequence's end in a
+K tile is masked, in a V^T tile zeroed, in a Q tile not stored.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import Float8E4M3FN as E4M3
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.utils import LayoutEnum
+
+from lp_fa4.common.bundle import Bundle
+from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE, ForwardSpec
+from lp_fa4.sm90.forward_consumer import consume
+from lp_fa4.sm90.forward_producer import produce
+from lp_fa4.sm90.worklist import FIELDS
+
+THREADS = 384
+
+
+def shared_layout(dtype, shape, inner: int):
+    """Row-major, swizzled for TMA and wgmma; ``inner`` elements are contiguous."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, inner)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=(0, 1, 2))
+
+
+def first_stage(layout):
+    """Layout of one stage."""
+    return cute.select(layout, mode=[0, 1])
+
+
+def tiled_mma(columns: int, groups: int, register_a: bool):
+    """E4M3 x E4M3 -> FP32, 64 rows a warpgroup, both operands contiguous along the contraction."""
+    source = warpgroup.OperandSource.RMEM if register_a else warpgroup.OperandSource.SMEM
+    k = OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(E4M3, E4M3, k, k, Float32, (groups, 1, 1), (64, columns), source)
+
+
+class Forward:
+    """The kernel for one :class:`ForwardSpec`."""
+
+    def __init__(self, spec: ForwardSpec):
+        self.spec = spec
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        vt: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        v_sum: cute.Tensor,
+        v_mean: cute.Tensor,
+        out: cute.Tensor,
+        centred: cute.Tensor,
+        lse: cute.Tensor,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+        records: cute.Tensor,
+        state: cute.Tensor,
+        scale_log2: Float32,
+        ctas: Int32,
+        stream,
+    ):
+        spec = self.spec
+        d = spec.head_dim
+
+        def operand(x, modes):
+            codes = cute.make_tensor(cute.recast_ptr(x.iterator, dtype=E4M3), x.layout)
+            return cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=modes))
+
+        g_q, g_k, g_v = operand(q, [0, 2, 1]), operand(k, [0, 2, 1]), operand(vt, [1, 2, 0])
+        l_q = shared_layout(E4M3, (QUERY_TILE, d, 2), d)
+        l_k = shared_layout(E4M3, (KEY_TILE, d, spec.stages), d)
+        l_v = shared_layout(E4M3, (spec.value_rows, KEY_TILE, spec.stages), KEY_TILE)
+        l_v_load = shared_layout(E4M3, (d, KEY_TILE, spec.stages), KEY_TILE)
+        l_o = shared_layout(BFloat16, (64, d, 2), d)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        q_atom, t_q = cpasync.make_tiled_tma_atom(load, g_q, first_stage(l_q), (QUERY_TILE, d))
+        k_atom, t_k = cpasync.make_tiled_tma_atom(load, g_k, first_stage(l_k), (KEY_TILE, d))
+        v_atom, t_v = cpasync.make_tiled_tma_atom(load, g_v, first_stage(l_v_load), (d, KEY_TILE))
+        mma_qk, mma_pv = tiled_mma(KEY_TILE, 2, False), tiled_mma(spec.value_rows, 2, True)
+        mma_out = tiled_mma(d, 1, True)
+        self.kernel(
+            mma_qk, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, q_scale, k_scale, v_scale, v_sum, v_mean,
+            out, centred, lse, maximum, total, records, state, scale_log2, l_q, l_k, l_v, l_o,
+        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        mma_out: cute.TiledMma,
+        q_atom: cute.CopyAtom,
+        t_q: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        t_k: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        t_v: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        v_sum: cute.Tensor,
+        v_mean: cute.Tensor,
+        out: cute.Tensor,
+        centred: cute.Tensor,
+        lse: cute.Tensor,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+        records: cute.Tensor,
+        state: cute.Tensor,
+        scale_log2: Float32,
+        l_q: cute.ComposedLayout,
+        l_k: cute.ComposedLayout,
+        l_v: cute.ComposedLayout,
+        l_o: cute.ComposedLayout,
+    ):
+        spec = self.spec
+        stages, d = spec.stages, spec.head_dim
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tid, _, _ = cute.arch.thread_idx()
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 5 + 4 * stages]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * 2], 16]
+            vectors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * max(spec.vectors, 1) * d], 16]
+            q: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_q)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_k)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_v)], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_o)], 1024]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        base = storage.barriers.data_ptr()
+        bars = Bundle(
+            q_full=base,
+            q_empty=base + 2,
+            k_full=base + 4,
+            k_empty=base + 4 + stages,
+            v_full=base + 4 + 2 * stages,
+            v_empty=base + 4 + 3 * stages,
+            tail=base + 4 + 4 * stages,
+        )
+        if warp == 0:
+            for atom in (q_atom, k_atom, v_atom):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(bars.q_full + i, 1)
+                    cute.arch.mbarrier_init(bars.q_empty + i, 8)
+                for i in cutlass.range_constexpr(stages):
+                    for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
+                        cute.arch.mbarrier_init(full + i, 1)
+                        cute.arch.mbarrier_init(empty + i, 8)
+                cute.arch.mbarrier_init(bars.tail, 1)
+            cute.arch.mbarrier_init_fence()
+        s = Bundle(
+            q=storage.q.get_tensor(l_q.outer, swizzle=l_q.inner),
+            k=storage.k.get_tensor(l_k.outer, swizzle=l_k.inner),
+            v=storage.v.get_tensor(l_v.outer, swizzle=l_v.inner),
+            o=storage.o.get_tensor(l_o.outer, swizzle=l_o.inner),
+            item=storage.item.get_tensor(cute.make_layout((FIELDS, 2))),
+            vectors=storage.vectors.get_tensor(cute.make_layout((d, max(spec.vectors, 1), 2))),
+        )
+        if const_expr(spec.mma_sum):
+            values = s.v
+            for stage in cutlass.range_constexpr(stages):
+                for i in cutlass.range(tid, 8 * KEY_TILE, THREADS):
+                    values[d + i // KEY_TILE, i % KEY_TILE, stage] = E4M3(1.0)
+            cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        t = Bundle(
+            q_atom=q_atom, q=t_q, k_atom=k_atom, k=t_k, v_atom=v_atom, v=t_v,
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            vectors=([v_sum] if spec.centred else []) + ([v_mean] if spec.mean else []),
+            out=out, centred=centred, lse=lse, maximum=maximum, sum=total,
+            records=records, state=state, scale_log2=scale_log2,
+        )  # fmt: skip
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(spec.registers[1])
+            if warp == 0:
+                produce(spec, t, s, bars)
+        else:
+            cute.arch.setmaxregister_increase(spec.registers[0])
+            store = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), BFloat16), mma_out)
+            mma = Bundle(qk=mma_qk, pv=mma_pv, out=mma_out, store=store)
+            consume(spec, t, s, bars, mma)

@@ -1,0 +1,145 @@
+"""The forward's producer: one warp that draws work items and keeps Q, K and V^T tiles coming."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from lp_fa4.common.numbers import inline_ptx
+from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.worklist import FIELDS
+
+
+def bulk_load(destination, source, count: int, barrier):
+    """Start a bulk copy of ``count`` FP32 to shared memory; one thread calls it."""
+    inline_ptx(
+        None,
+        [Int32(destination.toint()), source.toint(), Int32(4 * count), Int32(barrier.toint())],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        "r,l,r,r,~{memory}",
+        side_effects=True,
+    )
+
+
+@cute.jit
+def key_tiles(spec: cutlass.Constexpr, row0: Int32, queries: Int32, keys: Int32, split: Int32):
+    """(first tile, number of tiles, at least 1) of a work item; both roles must agree."""
+    first, last = Int32(0), cute.ceil_div(keys, KEY_TILE)
+    if const_expr(spec.causal):
+        visible = cutlass.min(row0 + QUERY_TILE, queries) + keys - queries
+        last = cutlass.min(last, cute.ceil_div(cutlass.max(visible, 0), KEY_TILE))
+    if const_expr(spec.split_keys > 0):
+        first = split * (spec.split_keys // KEY_TILE)
+        last = cutlass.min(last, first + spec.split_keys // KEY_TILE)
+    return first, cutlass.max(last - first, 1)
+
+
+@cute.jit
+def clear_tail(stage_address: Int32, valid: Int32, head_dim: cutlass.Constexpr):
+    """Zero the keys of a V^T stage from the group after ``valid`` on: they belong to other sequences, whose NaN codes
+    would meet P = 0. Called by one warp."""
+    lane = cute.arch.lane_idx()
+    first = cutlass.max(cute.ceil_div(valid, 32), 0) * 2  # 16-byte chunks
+    zeros = cute.make_rmem_tensor(4, Uint32)
+    zeros.fill(0)
+    for row in cutlass.range(lane, head_dim, 32, unroll=1):
+        for chunk in cutlass.range(first, KEY_TILE // 16, unroll=1):
+            address = stage_address + row * KEY_TILE + ((chunk ^ (row % 8)) << 4)
+            pointer = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(4)))
+
+
+@cute.jit
+def produce(spec: cutlass.Constexpr, t, s, bars):
+    """Producer loop. ``t``: TMA atoms, global tensors; ``s``: shared tensors; ``bars``: barriers (see ``forward_kernel``)."""
+    head_dim, stages = spec.head_dim, spec.stages
+    lane = cute.arch.lane_idx()
+    one, items = cute.make_layout(1), s.item
+    values = cute.local_tile(s.v, (head_dim, KEY_TILE, stages), (0, 0, 0))
+    v_address = Int32(s.v.iterator.toint())
+    qi, qp, ki, kp, fp = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
+    count = t.state[0]
+    index = Int32(0)
+    if lane == 0:
+        index = cute.arch.atomic_add(t.state.iterator + 1, Int32(1), sem="relaxed", scope="gpu")
+    index = cute.arch.shuffle_sync(index, 0)
+    while index < count:
+        item = cute.make_rmem_tensor(FIELDS, Int32)
+        cute.autovec_copy(t.records[index, None], item)
+        b, head, row0, first_row = item[0], item[1], item[2], item[3]
+        queries, first_key, keys, split = item[4], item[5], item[6], item[7]
+        kv_head = head // spec.group
+        first, tiles = key_tiles(spec, row0, queries, keys, split)
+        q = cute.local_tile(
+            cute.domain_offset((first_row + row0, 0), t.q[None, None, head]), (QUERY_TILE, head_dim), (0, 0)
+        )
+        k = cute.local_tile(
+            cute.domain_offset((first_key, 0), t.k[None, None, kv_head]), (KEY_TILE, head_dim), (None, 0)
+        )
+        position = 32 * (first_key // 32 + b)
+        v = cute.local_tile(
+            cute.domain_offset((0, position), t.v[None, None, kv_head]), (head_dim, KEY_TILE), (0, None)
+        )
+        q_smem, q_gmem = cpasync.tma_partition(
+            t.q_atom, 0, one, cute.group_modes(s.q, 0, 2), cute.group_modes(q, 0, 2)
+        )
+        k_smem, k_gmem = cpasync.tma_partition(
+            t.k_atom, 0, one, cute.group_modes(s.k, 0, 2), cute.group_modes(k, 0, 2)
+        )
+        v_smem, v_gmem = cpasync.tma_partition(
+            t.v_atom, 0, one, cute.group_modes(values, 0, 2), cute.group_modes(v, 0, 2)
+        )
+        cute.arch.mbarrier_wait(bars.q_empty + qi, qp)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(FIELDS):
+                items[i, qi] = item[i]
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                bars.q_full + qi, (QUERY_TILE + 4 * spec.vectors) * head_dim
+            )
+            for i in cutlass.range_constexpr(spec.vectors):
+                source = t.vectors[i]
+                bulk_load(
+                    s.vectors.iterator + (qi * spec.vectors + i) * head_dim,
+                    source.iterator + cute.crd2idx((b, kv_head, 0), source.layout),
+                    head_dim,
+                    bars.q_full + qi,
+                )
+        cute.copy(t.q_atom, q_gmem, q_smem[None, qi], tma_bar_ptr=bars.q_full + qi)
+        qi = qi + 1
+        if qi == 2:
+            qi, qp = Int32(0), qp ^ 1
+        if lane == 0:  # drawn early: the next item's number arrives while this one's tiles are loaded
+            index = cute.arch.atomic_add(t.state.iterator + 1, Int32(1), sem="relaxed", scope="gpu")
+        for i in cutlass.range(tiles, unroll=1):
+            tile = first + i
+            cute.arch.mbarrier_wait(bars.k_empty + ki, kp)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + ki, KEY_TILE * head_dim)
+            cute.copy(t.k_atom, k_gmem[None, tile], k_smem[None, ki], tma_bar_ptr=bars.k_full + ki)
+            cute.arch.mbarrier_wait(bars.v_empty + ki, kp)
+            valid = keys - tile * KEY_TILE
+            if valid > KEY_TILE - 32:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full + ki, KEY_TILE * head_dim)
+                cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, ki], tma_bar_ptr=bars.v_full + ki)
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.tail, KEY_TILE * head_dim)
+                cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, ki], tma_bar_ptr=bars.tail)
+                cute.arch.mbarrier_wait(bars.tail, fp)
+                fp = fp ^ 1
+                stage = v_address + ki * (spec.value_rows * KEY_TILE)
+                clear_tail(stage, valid, head_dim)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.v_full + ki)
+            ki = ki + 1
+            if ki == stages:
+                ki, kp = Int32(0), kp ^ 1
+        index = cute.arch.shuffle_sync(index, 0)
+    cute.arch.mbarrier_wait(bars.q_empty + qi, qp)
+    with cute.arch.elect_one():
+        items[0, qi] = Int32(-1)
+        cute.arch.mbarrier_arrive(bars.q_full + qi)
+
