@@ -1,0 +1,310 @@
+"""Consumer role of the backward's main kernel: two warpgroups, 64 keys each, loop over the query tiles.
+
+Rows of the accumulators are keys. Per query tile (64 queries), warpgroup and thread::
+
+    S  = K Q^T                  64 x 64      p = exp2(S * s + a[q])         a = 8 + e_dO - e_ref - m
+    dV += E4M3(p - c[q]) dO     64 x D       c = (l / K) * 2^(8 + e_dO - e_ref), or 0
+    dP = V dO^T                 64 x 64      dS = p * (dP * v + b[q])       b = -rowsum(dO8 * Oc)
+    dK += E4M3(dS * x) Q        64 x D
+    dQ = E4M3(dS * x)^T K       each warpgroup half of D, all 128 keys, one step later; reduced into FP32 global memory
+
+The exponents of dO ride in the statistics; those of K and V are one factor a warp. ``x`` is the power of two under which dS is coded:
+dK contracts over the queries and dQ over the keys, and no Hopper MMA scales blocks, so one ``x`` must hold for all keys of the tile and
+all queries summed so far. It is found online: from the first query tile's absolute maximum (one barrier), then kept while nothing
+overflows. A warp whose values pass 448 lowers its own ``x`` and its share of dK at once, without waiting for the others, and publishes
+it beside its codes; the warpgroups compare the eight values before they use the codes for dQ, and bring them to the smallest in the rare
+case that they differ.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from lp_fa4.common.numbers import bits_of, exp2, scale_of_byte
+from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, STAT_A, STAT_B, STAT_C, STAT_DQ, STAT_FLOATS, STAT_Q0, STAT_S0
+from lp_fa4.sm90.backward_ops import (
+    absolute,
+    accumulate,
+    arrive,
+    effect,
+    half2,
+    pick_pairs,
+    power_for,
+    reciprocal_power,
+    redux_max,
+    rescale_codes,
+    shared_floats,
+    to_codes,
+)
+
+CODE_TARGET = 7
+"""dS is brought to [128, 256) at the first tile: a factor of 1.75 to 3.5 is left under 448 before ``x`` must move."""
+BARRIER_ALL = 1
+CONSUMERS = 256
+
+
+@cute.jit
+def key_factors(spec, k_scale, v_scale, row_stride, item, n, warp):
+    """(factor of K in S, factor of V in dP, factor of K in dQ, its share in the codes that meet K) of this warp's 16 keys."""
+    group = warp // 2  # of 32 keys
+    row = item.krow + 4 * n
+    k_byte = lambda g: Int32(k_scale[(row + g) * row_stride, item.hk])  # noqa: E731
+    inside = n * KEY_TILE + 32 * group < item.klen
+    mine = group
+    if not inside:
+        mine = Int32(0)
+    fk = scale_of_byte(k_byte(mine))
+    fv = scale_of_byte(Int32(v_scale[(row + mine) * row_stride, item.hk]))
+    top, share = fk, Float32(1.0)
+    if const_expr(spec.fold):
+        top = Float32(0.0)
+        for g in cutlass.range_constexpr(4):
+            if n * KEY_TILE + 32 * g < item.klen:
+                top = cute.arch.fmax(top, scale_of_byte(k_byte(g)))
+        share = fk / top
+    return fk, fv, top, share
+
+
+@cute.jit
+def probabilities(spec, w, S, P, stat, fk, limits):
+    """S (scores) becomes p in place; P gets the codes that meet dO."""
+    s = shared_floats(stat + 4 * STAT_S0, 2, 8)
+    columns = stat + 8 * (w.lane % 4)
+    for q in cutlass.range_constexpr(4):
+        factor = s[q // 2] * fk
+        for j in cutlass.range_constexpr(2 * q, 2 * q + 2):
+            a = shared_floats(columns + 4 * STAT_A + 32 * j, 2, 8)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    i = c + 2 * r + 4 * j
+                    S[i] = exp2(S[i] * factor + a[c])
+        if const_expr(spec.causal):
+            diagonal_mask(w, S, limits, q)
+        for r in cutlass.range_constexpr(2):
+            b0, b1 = 2 * r + 8 * q, 2 * r + 8 * q + 4
+            x = [S[b0], S[b0 + 1], S[b1], S[b1 + 1]]
+            if const_expr(spec.centred):
+                c0 = shared_floats(columns + 4 * STAT_C + 64 * q, 2, 8)
+                c1 = shared_floats(columns + 4 * STAT_C + 64 * q + 32, 2, 8)
+                x = [x[0] - c0[0], x[1] - c0[1], x[2] - c1[0], x[3] - c1[1]]
+            P[r + 2 * q] = code4(x)
+
+
+def code4(x):
+    """Four FP32 to one word of codes."""
+    from lp_fa4.common.numbers import e4m3x4
+
+    return e4m3x4(*x)
+
+
+@cute.jit
+def diagonal_mask(w, S, limits, q: cutlass.Constexpr):
+    """Zero what causality forbids in quarter ``q`` (16 queries). ``limits[1]``: this thread's first key minus the tile's first query,
+    minus (keys - queries): key row r, query column c is allowed if ``limits[1] + r <= c``."""
+    if limits[2]:
+        for j in cutlass.range_constexpr(2 * q, 2 * q + 2):
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    i = c + 2 * r + 4 * j
+                    allowed = limits[1] + 8 * r <= 8 * j + c + 2 * (w.lane % 4)
+                    S[i] = S[i] if allowed else Float32(0.0)
+
+
+@cute.jit
+def score_gradients(spec, w, S, dP, stat, fv, x, limits):
+    """S (p) becomes dS * x in place. ``limits[0]``: keys left at this thread's first row, ``limits[3]``: the tile has a tail here."""
+    columns = stat + 4 * STAT_B + 8 * (w.lane % 4)
+    factor = fv * x
+    for j in cutlass.range_constexpr(8):
+        b = shared_floats(columns + 32 * j, 2, 8)
+        b0, b1 = b[0] * x, b[1] * x
+        for r in cutlass.range_constexpr(2):
+            i = 2 * r + 4 * j
+            S[i] = S[i] * (dP[i] * factor + b0)
+            S[i + 1] = S[i + 1] * (dP[i + 1] * factor + b1)
+    if limits[3]:  # rows past the sequence's end hold a neighbour's keys, NaN perhaps: replaced, not multiplied
+        for r in cutlass.range_constexpr(2):
+            keep = 8 * r < limits[0]
+            for j in cutlass.range_constexpr(8):
+                for c in cutlass.range_constexpr(2):
+                    i = c + 2 * r + 4 * j
+                    S[i] = S[i] if keep else Float32(0.0)
+
+
+@cute.jit
+def largest(S):
+    """Largest magnitude of this thread's values."""
+    top = absolute(S[0])
+    for i in cutlass.range_constexpr(1, 32):
+        top = cute.arch.fmax(top, absolute(S[i]))
+    return top
+
+
+@cute.jit
+def first_exponent(w, S):
+    """Scale of dS codes for a fresh sum: from the absolute maximum over all 128 keys and 64 queries. Scales S."""
+    bits = redux_max(largest(S))
+    if w.lane == 0:
+        effect([w.peak + 4 * w.warp, bits], "st.shared.b32 [$0], $1;", "r,r")
+    cute.arch.barrier(barrier_id=BARRIER_ALL, number_of_threads=CONSUMERS)
+    peaks = shared_floats(w.peak, 8, 16)
+    top = peaks[0]
+    for i in cutlass.range_constexpr(1, 8):
+        top = cute.arch.fmax(top, peaks[i])
+    x = power_for(bits_of(top), CODE_TARGET)
+    for i in cutlass.range_constexpr(32):
+        S[i] = S[i] * x
+    return x
+
+
+@cute.jit
+def keep_in_range(S, x):
+    """If any of this warp's values passes 448, lower its scale: (new x, factor that brings the sums so far to it)."""
+    down = Float32(1.0)
+    top = largest(S)
+    if cute.arch.vote_any_sync(top > 448.0):
+        down = power_for(redux_max(top), CODE_TARGET)
+        for i in cutlass.range_constexpr(32):
+            S[i] = S[i] * down
+    return x * down, down
+
+
+@cute.jit
+def agree(w, x, buffer):
+    """Before the codes in ``buffer`` are used for dQ: bring all eight warps' scales to the smallest, if they differ. Returns as
+    :func:`keep_in_range`."""
+    xs = shared_floats(w.scales + 32 * buffer, 8, 16)
+    low, high = xs[0], xs[0]
+    for i in cutlass.range_constexpr(1, 8):
+        low, high = cute.arch.fmin(low, xs[i]), cute.arch.fmax(high, xs[i])
+    down = Float32(1.0)
+    if low < high:
+        down = low * reciprocal_power(x)
+        factor = half2(down)
+        for half in cutlass.range_constexpr(2):
+            address = w.strip + buffer * (QUERY_TILE * KEY_TILE) + half * (32 * KEY_TILE)
+            words = shared_floats(address, 4, 16)
+            out = [rescale_codes(bits_of(words[i]), factor) for i in range(4)]
+            effect([address, *out], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BARRIER_ALL, number_of_threads=CONSUMERS)
+    return x * down, down
+
+
+@cute.jit
+def publish(spec, w, S, codes, share, buffer, x):
+    """dS codes to shared memory with keys contiguous (for dQ), this warp's scale beside them."""
+    if const_expr(spec.fold):
+        codes = cute.make_rmem_tensor(8, Int32)
+        to_codes(S, codes, (share, share))
+    units = [pick_pairs(codes[2 * (j // 2)], codes[2 * (j // 2) + 1], "5140" if j % 2 == 0 else "7362") for j in range(8)]
+    address = w.strip + buffer * (QUERY_TILE * KEY_TILE)
+    for half in cutlass.range_constexpr(2):
+        effect(
+            [address + half * (32 * KEY_TILE), *units[4 * half : 4 * half + 4]],
+            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+            "r,r,r,r,r",
+        )
+    if w.lane == 0:
+        effect([w.scales + 32 * buffer + 4 * w.warp, x], "st.shared.f32 [$0], $1;", "r,f")
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    arrive(w.bars.ds_full + buffer)
+
+
+@cute.jit
+def reduce_dq(spec, w, dQ, factor, target: Int64):
+    """Add this warp's 16 x D/2 share of a dQ tile to global memory, in accumulator order, by one bulk reduction."""
+    if w.lane == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+    size = spec.head_dim * 32  # bytes: 16 rows x D/2 columns x 4
+    for j in cutlass.range_constexpr(spec.head_dim // 16):
+        four = [dQ[4 * j + i] * factor for i in range(4)]
+        effect([w.staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    if w.lane == 0:
+        effect([target, w.staging, Int32(size)], "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r")
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def finish_tile(spec, w, dK, x, dq_factor, last, target: Int64):
+    """dK and dQ of a segment's last query tile, with nothing left to hide them under."""
+    dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
+    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[2]], False)
+    cute.arch.mbarrier_wait(w.bars.ds_full + last[4], last[5])
+    x, down = agree(w, x, last[4])
+    accumulate(w.mma_q, dQ, w.ds[None, None, None, last[4]], w.kt, True)
+    warpgroup.wait_group(0)
+    reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(x), target)
+    rescale(dK, down)
+    return x
+
+
+@cute.jit
+def rescale(dK, down):
+    """Bring dK's sums to a new scale, in the rare case that it moved."""
+    if down < 1.0:
+        for i in cutlass.range_constexpr(cute.size(dK)):
+            dK[i] = dK[i] * down
+
+
+@cute.jit
+def step(spec, first: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, target: Int64):
+    """One query tile. ``keys``: factors of :func:`key_factors`; ``now``, ``last``: (A stage, A phase, B stage, B phase, dS buffer, dS
+    phase) of this tile and the one before, whose dK and dQ are done here; ``target``: this warp's
+    address in its dQ tile. Returns x.
+
+    Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
+    as soon as dK is read there (C7514).
+    """
+    fk, fv, dq_factor, share = keys
+    bars = w.bars
+    stage, phase, out, out_phase, buffer, _ = now
+    stat = w.stat + stage * (4 * STAT_FLOATS)
+    S = cute.make_rmem_tensor(w.score_shape, Float32)
+    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
+    accumulate(w.mma_s, S, w.k, w.q[None, None, None, stage], True)
+    down = Float32(1.0)
+    if const_expr(first):
+        warpgroup.wait_group(0)
+    else:
+        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[2]], False)
+        cute.arch.mbarrier_wait(bars.ds_full + last[4], last[5])
+        x, down = agree(w, x, last[4])
+        dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
+        accumulate(w.mma_q, dQ, w.ds[None, None, None, last[4]], w.kt, True)
+        warpgroup.wait_group(2)
+    probabilities(spec, w, S, w.P, stat, fk, limits)
+    if const_expr(not first):
+        warpgroup.wait_group(0)
+        arrive(bars.b_empty + last[2])
+        reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(x), target)
+    dP = cute.make_rmem_tensor(w.score_shape, Float32)
+    accumulate(w.mma_s, dP, w.v, w.do[None, None, None, stage], True)
+    cute.arch.mbarrier_wait(bars.b_full + out, out_phase)
+    accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, out], first)
+    # dV is awaited too, though only dP is needed: P's registers die, without which ptxas serializes every wgmma (C7512)
+    warpgroup.wait_group(0)
+    score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(first) else x, limits)
+    if const_expr(first):
+        x = first_exponent(w, S)
+    else:
+        x, more = keep_in_range(S, x)
+        rescale(dK, down * more)
+    if const_expr(spec.fold):
+        e = shared_floats(stat + 4 * STAT_Q0, 2, 8)
+        to_codes(S, w.dS, (e[0], e[1]))
+    else:
+        to_codes(S, w.dS)
+    arrive(bars.a_empty + stage)
+    publish(spec, w, S, w.dS, share, buffer, x)
+    return x
+
+
+def dq_factor_of(w, stage, top):
+    """Factor of dQ, constant over a segment: read from its first tile's statistics."""
+    return shared_floats(w.stat + stage * (4 * STAT_FLOATS) + 4 * STAT_DQ, 1, 4)[0] * top

@@ -1,0 +1,86 @@
+"""What the backward kernels agree on: compile-time choices, tile images, statistics and workspace sizes. No ``cutlass`` here.
+
+Units of work: a key tile is 128 keys of one sequence, a query tile 64 queries, a chunk 8 query tiles (512 queries, the longest sum
+that stays inside the tensor core's accumulator), an item one key tile of one key/value head.
+
+Query rows are laid out by the tile rule with 64: tile ``i`` of sequence ``b`` is row ``offsets_q[b] // 64 + b + i`` of the workspaces
+(dense or shared: ``b * ceil(Q / 64) + i``), chunks by the same rule with 512. Every workspace tile is written whole, rows past the
+sequence's end as zeros, so that the main kernel needs no bound on its query side.
+"""
+
+from dataclasses import dataclass
+
+KEY_TILE = 128
+QUERY_TILE = 64
+CHUNK_TILES = 8
+CHUNK = QUERY_TILE * CHUNK_TILES
+ITEM_FIELDS = 8
+"""int32 fields of a work item: sequence, first key tile, end key tile, first token, tokens, first query tile row, queries, scale row."""
+
+STAT_FLOATS = 256
+"""FP32 words of one query tile and head. ``STAT_*`` are offsets into it; the first three hold one value a query."""
+STAT_A, STAT_B, STAT_C = 0, 64, 128
+STAT_S0 = 192  # two factors on S, one for each 32 queries: softmax_scale * log2(e) * 2^e_q
+STAT_Q0 = 194  # two factors 2^(e_q - e_ref) that fold the exponents of q into the codes of dS that meet q
+STAT_DQ, STAT_DV, STAT_DK = 196, 197, 198  # factors of the three results
+
+
+@dataclass(frozen=True)
+class BackwardSpec:
+    """Compile-time choices of the backward kernels (the compile key; no number in it depends on data).
+
+    Attributes:
+        head_dim: 64 or 128.
+        group: query heads per key/value head.
+        causal: bottom-right aligned mask.
+        centred: P - l/K instead of P in dV.
+        shared: one set of queries for all sequences; dQ goes to ``replicas`` buffers.
+        long: some key tile may meet more than one chunk (more than 512 queries, or grouped heads): partial sums leave the tensor core.
+        fold: exponents of q or of k differ inside a tile, so dS is coded twice.
+        mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
+        serial: one CTA takes every key tile of a sequence and head in order (deterministic dQ of unshared queries).
+        deterministic: reductions from one CTA are performed one after the other.
+    """
+
+    head_dim: int = 128
+    group: int = 1
+    causal: bool = False
+    centred: bool = True
+    shared: bool = True
+    long: bool = False
+    fold: bool = False
+    mxfp8: bool = False
+    serial: bool = False
+    deterministic: bool = False
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a query tile's codes."""
+        return QUERY_TILE * self.head_dim
+
+    @property
+    def dq_tile(self) -> int:
+        """Elements of a query tile's dQ."""
+        return QUERY_TILE * self.head_dim
+
+
+@dataclass(frozen=True)
+class PrepassSpec:
+    """Compile-time choices of the pre-pass: see ``backward_prepass``."""
+
+    head_dim: int
+    shared: bool
+    jagged: bool
+    centred: bool
+    fold_l: bool
+    delta_quantized: bool
+    p_scale_log2: int
+    out_fp32: bool
+    zero_tail: bool
+
+
+def rows_of(queries: int | None, total: int, batch: int, size: int) -> int:
+    """Workspace rows of ``size`` queries: ``batch * ceil(queries / size)``, or the tile rule's bound where queries are jagged (None)."""
+    if queries is None:
+        return total // size + batch
+    return batch * -(-queries // size)

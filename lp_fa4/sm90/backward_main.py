@@ -1,0 +1,409 @@
+"""The backward's main kernel for Hopper: one persistent CTA an SM, dK, dV and dQ from E4M3 operands.
+
+Warps 0 to 3 feed (``backward_load``: one copies, three turn tiles), warps 4 to 11 compute (``backward_compute``) and store
+(``backward_store``). All hand-over is by mbarriers; the only barriers among the consumers are one an item (the scale of dS) and those
+of rare corrections. Layouts and workspaces: ``backward_layout``. Formulas: ``backward_compute``.
+"""
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hop
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+
+from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.sm90.backward_compute import dq_factor_of, finish_tile, key_factors, step
+from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_DK, STAT_DV, STAT_FLOATS, BackwardSpec
+from lp_fa4.sm90.backward_load import Item, copy_warp, query_span, segment, turning_warps
+from lp_fa4.sm90.backward_ops import advance, arrive, global_float, reciprocal_power
+from lp_fa4.sm90.backward_store import add_partial, store_bf16, store_mxfp8, store_zeros, take_partial
+
+A_STAGES, B_STAGES = 3, 2
+"""Stages of (Q, dO, statistics) and of (Q^T, dO^T)."""
+REGISTERS = (32, 240)
+"""Feeding and computing warpgroups: 32 + 2 * 240 = 512, all there are."""
+THREADS = 384
+
+
+def shared_layouts(d):
+    """Layouts of the code tiles in shared memory: K-major, in the swizzle of their row length."""
+
+    def layout(*shape):
+        atom = hop.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, shape[1])
+        atom = warpgroup.make_smem_layout_atom(atom, Float8E4M3FN)
+        return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+    return SimpleNamespace(
+        q=layout(QUERY_TILE, d, A_STAGES),
+        qt=layout(d, QUERY_TILE, B_STAGES),
+        k=layout(KEY_TILE, d),
+        kt=layout(d, KEY_TILE),
+        ds=layout(QUERY_TILE, KEY_TILE, 2),
+    )
+
+
+class BackwardMain:
+    """``spec``: compile-time choices. Launch arguments are described in :func:`compile_main`."""
+
+    def __init__(self, spec: BackwardSpec):
+        self.spec = spec
+
+    @cute.jit
+    def __call__(
+        self,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        items: cute.Tensor,
+        total: cute.Tensor,
+        q_tiles: cute.Tensor,
+        do_tiles: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dk_scale: cute.Tensor,
+        dv_scale: cute.Tensor,
+        scratch: cute.Tensor,
+        scale_stride: Int32,
+        replicas: Int32,
+        tile_rows: Int32,
+        grid: Int32,
+        stream,
+    ):
+        d = self.spec.head_dim
+        kind, major = Float8E4M3FN, OperandMajorMode.K
+
+        def mma(atoms, n, source=warpgroup.OperandSource.SMEM):
+            return hop.make_trivial_tiled_mma(kind, kind, major, major, Float32, (atoms, 1, 1), (64, n), source)
+
+        layouts = shared_layouts(d)
+        mmas = SimpleNamespace(s=mma(2, QUERY_TILE), g=mma(2, d, warpgroup.OperandSource.RMEM), q=mma(1, d // 2))
+
+        def tma(x):
+            heads = x.shape[1]
+            pointer = cute.recast_ptr(x.iterator, dtype=kind)
+            tensor = cute.make_tensor(pointer, cute.make_layout((x.shape[0], d, heads), stride=(heads * d, 1, d)))
+            return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layouts.k, (KEY_TILE, d))
+
+        k_atom, k_tensor = tma(k)
+        v_atom, v_tensor = tma(v)
+        address = lambda x: x.iterator.toint()  # noqa: E731
+        self.kernel(
+            mmas.s,
+            mmas.g,
+            mmas.q,
+            k_atom,
+            k_tensor,
+            v_atom,
+            v_tensor,
+            k_scale,
+            v_scale,
+            items,
+            total,
+            address(q_tiles),
+            address(do_tiles),
+            address(stats),
+            address(dq),
+            address(dk),
+            address(dv),
+            address(dk_scale),
+            address(dv_scale),
+            address(scratch),
+            Int32(k.shape[1]),
+            scale_stride,
+            replicas,
+            tile_rows,
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    def storage(self, layouts):
+        """Shared memory of a CTA."""
+        spec = self.spec
+        codes = lambda layout: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(layout)], 1024]  # noqa: E731
+
+        @cute.struct
+        class Storage:
+            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 2 * B_STAGES + 6]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
+            peak: cute.struct.Align[cute.struct.MemRange[Float32, 8], 32]
+            block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 32], 128]
+            stat: cute.struct.Align[cute.struct.MemRange[Float32, STAT_FLOATS * A_STAGES], 1024]
+            q: codes(layouts.q)
+            do: codes(layouts.q)
+            qt: codes(layouts.qt)
+            dot: codes(layouts.qt)
+            k: codes(layouts.k)
+            v: codes(layouts.k)
+            kt: codes(layouts.kt)
+            ds: codes(layouts.ds)
+            staging: cute.struct.Align[cute.struct.MemRange[Float32, 8 * 8 * spec.head_dim], 1024]
+
+        return Storage
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma_s: cute.TiledMma,
+        mma_g: cute.TiledMma,
+        mma_q: cute.TiledMma,
+        k_atom: cute.CopyAtom,
+        k_tensor: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_tensor: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        items: cute.Tensor,
+        total_items: cute.Tensor,
+        q_tiles: Int64,
+        do_tiles: Int64,
+        stats: Int64,
+        dq: Int64,
+        dk: Int64,
+        dv: Int64,
+        dk_scale: Int64,
+        dv_scale: Int64,
+        scratch: Int64,
+        kv_heads: Int32,
+        scale_stride: Int32,
+        replicas: Int32,
+        tile_rows: Int32,
+    ):
+        spec, layouts = self.spec, shared_layouts(self.spec.head_dim)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tid, _, _ = cute.arch.thread_idx()
+        store = cutlass.utils.SmemAllocator().allocate(self.storage(layouts))
+        base = store.bars.data_ptr()
+        names = ["a_full", "a_empty", "b_full", "b_empty", "ds_full", "k_full", "k_empty", "kt_full", "kt_empty"]
+        sizes = [A_STAGES, A_STAGES, B_STAGES, B_STAGES, 2, 1, 1, 1, 1]
+        counts = [1, 11, 3, 8, 8, 1, 11, 3, 8]  # arrivals a phase: 8 computing warps, 3 turning warps
+        places = [sum(sizes[:i]) for i in range(len(sizes))]
+        bars = SimpleNamespace(**{name: base + place for name, place in zip(names, places, strict=True)})
+        if warp == 0:
+            with cute.arch.elect_one():
+                for place, size, count in zip(places, sizes, counts, strict=True):
+                    for i in cutlass.range_constexpr(size):
+                        cute.arch.mbarrier_init(base + place + i, count)
+            cute.arch.mbarrier_init_fence()
+        address = lambda x: Int32(x.data_ptr().toint())  # noqa: E731
+        swizzled = lambda x, layout: x.get_tensor(layout.outer, swizzle=layout.inner)  # noqa: E731
+        smem = SimpleNamespace(
+            k=swizzled(store.k, layouts.k),
+            v=swizzled(store.v, layouts.k),
+            q_address=address(store.q),
+            do_address=address(store.do),
+            qt_address=address(store.qt),
+            dot_address=address(store.dot),
+            stat_address=address(store.stat),
+            k_address=address(store.k),
+            kt_address=address(store.kt),
+        )
+        cute.arch.sync_threads()
+        total = Int32(total_items[0]) * kv_heads
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if warp == 0:
+                tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
+                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats)
+                copy_warp(spec, A_STAGES, items, total, kv_heads, bars, tma, smem, glob)
+            else:
+                turning_warps(spec, A_STAGES, B_STAGES, items, total, kv_heads, bars, smem, warp - 1)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[1])
+            thread = tid - 128
+            own = cute.arch.make_warp_uniform(thread // 32)
+            group = cute.arch.make_warp_uniform(thread // 128)
+            lane = tid % 32
+            slice_s, slice_g, slice_q = mma_s.get_slice(group * 128), mma_g.get_slice(group * 128), mma_q.get_slice(0)
+            tensor = lambda x, layout: swizzled(x, layout)  # noqa: E731
+            kt = cute.local_tile(tensor(store.kt, layouts.kt), (spec.head_dim // 2, KEY_TILE), (group, 0))
+            operand_shape = mma_g.partition_shape_A((KEY_TILE, QUERY_TILE))
+            P, dS = mma_g.make_fragment_A(operand_shape), mma_g.make_fragment_A(operand_shape)
+            turned = lambda x: slice_g.make_fragment_B(slice_g.partition_B(tensor(x, layouts.qt)))  # noqa: E731
+            w = SimpleNamespace(
+                bars=bars,
+                lane=lane,
+                warp=own,
+                group=group,
+                thread=thread,
+                mma_s=mma_s,
+                mma_g=mma_g,
+                mma_q=mma_q,
+                k=slice_s.make_fragment_A(slice_s.partition_A(smem.k)),
+                v=slice_s.make_fragment_A(slice_s.partition_A(smem.v)),
+                q=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.q, layouts.q))),
+                do=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.do, layouts.q))),
+                qt=turned(store.qt),
+                dot=turned(store.dot),
+                ds=slice_q.make_fragment_A(slice_q.partition_A(tensor(store.ds, layouts.ds))),
+                kt=slice_q.make_fragment_B(slice_q.partition_B(kt)),
+                score_shape=mma_s.partition_shape_C((KEY_TILE, QUERY_TILE)),
+                gradient_shape=mma_g.partition_shape_C((KEY_TILE, spec.head_dim)),
+                P_operand=P,
+                dS_operand=dS,
+                P=cute.recast_tensor(P, Int32),
+                dS=cute.recast_tensor(dS, Int32),
+                stat=smem.stat_address,
+                scales=address(store.scales),
+                peak=address(store.peak),
+                block_peaks=address(store.block_peaks),
+                staging=address(store.staging) + own * (32 * spec.head_dim),
+                # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
+                strip=address(store.ds) + lane * KEY_TILE + ((own ^ (lane % 8)) << 4),
+            )
+            grads = SimpleNamespace(stats=stats, dq=dq, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
+            self.consume(w, items, total, k_scale, v_scale, grads, kv_heads, scale_stride, replicas, tile_rows)
+
+    @cute.jit
+    def consume(self, w, items, total, k_scale, v_scale, grads, kv_heads, scale_stride, replicas, tile_rows):
+        """Walk the items: segments of at most 8 query tiles each, then the results of the key tile."""
+        spec, bars = self.spec, w.bars
+        d = spec.head_dim
+        heads = kv_heads * spec.group
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        scratch = grads.scratch + Int64(bid) * (2 * KEY_TILE * d * 4)
+        dq_bytes = 4 * spec.dq_tile
+        stage, phase, out, out_phase, buffer, ds_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        kphase = Int32(0)
+        for t in cutlass.range(bid, total, grid, unroll=1):
+            item = Item(items, t, kv_heads)
+            dq_row = item.qrow
+            if const_expr(spec.shared):
+                dq_row = (bid % replicas) * tile_rows
+            for n in cutlass.range(item.n0, item.n1, unroll=1):
+                first, chunk, chunks = query_span(spec, item, n)
+                segments = chunks * spec.group
+                key = n * KEY_TILE + 16 * w.warp  # of this warp, within the sequence
+                left = item.klen - key
+                if segments == 0:
+                    store_zeros(spec, w, item, n, kv_heads, grads)
+                else:
+                    fk, fv, top, share = key_factors(spec, k_scale, v_scale, scale_stride, item, n, w.warp)
+                    cute.arch.mbarrier_wait(bars.k_full, kphase)
+                    if const_expr(spec.deterministic):
+                        if w.lane == 0:  # the reductions of the key tile before are performed, not only read
+                            cute.arch.cp_async_bulk_wait_group(0)
+                    for s in cutlass.range(segments, unroll=1):
+                        head, low, count, turn = segment(spec, item, first, chunk, chunks, s, n)
+                        target = grads.dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
+                        step_bytes = Int64(heads) * dq_bytes
+                        dV = cute.make_rmem_tensor(w.gradient_shape, Float32)
+                        dK = cute.make_rmem_tensor(w.gradient_shape, Float32)
+                        dK.fill(0.0)
+                        cute.arch.mbarrier_wait(bars.a_full + stage, phase)
+                        keys = (fk, fv, dq_factor_of(w, stage, top), share)
+                        # keys left at this thread's row; first key minus first allowed query; mask wanted; tail wanted
+                        diagonal = key - item.klen + item.qlen - QUERY_TILE * low
+                        limits = self.limits(w, left, diagonal - QUERY_TILE * turn)
+                        now = (stage, phase, out, out_phase, buffer, ds_phase)
+                        x = step(spec, True, w, dV, dK, Float32(1.0), keys, limits, now, now, target)
+                        cute.arch.mbarrier_wait(bars.kt_full, kphase)
+                        for i in cutlass.range(count - 1, unroll=1):
+                            last, last_turn = (stage, phase, out, out_phase, buffer, ds_phase), turn
+                            stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
+                            turn = turn + 1
+                            if turn == count:
+                                turn = Int32(0)
+                            limits = self.limits(w, left, diagonal - QUERY_TILE * turn)
+                            now = (stage, phase, out, out_phase, buffer, ds_phase)
+                            x = step(spec, False, w, dV, dK, x, keys, limits, now, last, target + Int64(last_turn) * step_bytes)
+                        if s == segments - 1:
+                            arrive(bars.k_empty)
+                        x = finish_tile(spec, w, dK, x, keys[2], now, target + Int64(turn) * step_bytes)
+                        arrive(bars.b_empty + out)
+                        if s == segments - 1:
+                            arrive(bars.kt_empty)
+                        stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
+                        stat = grads.stats + (Int64(item.qrow + low) * heads + head) * (4 * STAT_FLOATS)
+                        dv_factor = global_float(stat + 4 * STAT_DV)
+                        dk_factor = global_float(stat + 4 * STAT_DK) * reciprocal_power(x)
+                        if const_expr(spec.long):
+                            if s < segments - 1:
+                                add_partial(spec, w, dV, dv_factor, scratch, s == 0)
+                                add_partial(spec, w, dK, dk_factor, scratch + KEY_TILE * d * 4, s == 0)
+                            else:
+                                self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, n, left, grads, kv_heads, scratch)
+                        else:
+                            self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, n, left, grads, kv_heads, scratch)
+                    kphase = kphase ^ 1
+        if w.lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def limits(self, w, left, diagonal):
+        """Mask parameters of one step, see ``score_gradients`` and ``diagonal_mask``; ``diagonal`` of the warp's first key."""
+        row = w.lane // 4
+        return left - row, diagonal + row, diagonal + 15 > 0, left < 16
+
+    @cute.jit
+    def next_tile(self, stage, phase, out, out_phase, buffer, ds_phase):
+        """Ring positions of the next query tile."""
+        stage, phase = advance(stage, phase, A_STAGES)
+        out, out_phase = advance(out, out_phase, B_STAGES)
+        buffer, ds_phase = advance(buffer, ds_phase, 2)
+        return stage, phase, out, out_phase, buffer, ds_phase
+
+    @cute.jit
+    def finish(self, w, dV, dK, dv_factor, dk_factor, segments, item, n, left, grads, kv_heads, scratch):
+        """Store a key tile's dV and dK, with the partial sums of earlier segments."""
+        spec = self.spec
+        d = spec.head_dim
+        if const_expr(spec.long):
+            for i in cutlass.range_constexpr(d // 2):
+                dV[i], dK[i] = dV[i] * dv_factor, dK[i] * dk_factor
+            dv_factor, dk_factor = Float32(1.0), Float32(1.0)
+            if segments > 1:
+                take_partial(spec, w, dV, scratch)
+                take_partial(spec, w, dK, scratch + KEY_TILE * d * 4)
+        row = Int64(item.k0 + n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk
+        if const_expr(spec.mxfp8):
+            scale = (Int64(item.k0 // 32 + item.b + 4 * n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
+            groups = left  # of this warp's group, whose first warp writes
+            store_mxfp8(spec, w, dV, dv_factor, grads.dv + row * d, kv_heads * d, left, grads.dv_scale + scale, groups)
+            store_mxfp8(spec, w, dK, dk_factor, grads.dk + row * d, kv_heads * d, left, grads.dk_scale + scale, groups)
+        else:
+            store_bf16(spec, w, dV, dv_factor, grads.dv + row * (2 * d), kv_heads * (2 * d), left)
+            store_bf16(spec, w, dK, dk_factor, grads.dk + row * (2 * d), kv_heads * (2 * d), left)
+
+
+@kernel_cache
+def compile_main(arch: str, spec: BackwardSpec):
+    """Compile for ``arch``. Arguments at launch, in order (all row-major and compact unless said otherwise; H = Hkv * group):
+
+    k, v: uint8 ``[T, Hkv, D]``; k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32 ``[1]``, items in use;
+    q_tiles, do_tiles: uint8 ``[tile rows, H, 64 * D]``; stats: fp32 ``[tile rows, H, 256]``; dq: fp32 ``[tile rows, H, 64 * D]`` in
+    accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]`` (unused with
+    BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: 1 or 0, whether scales have rows; dQ replicas; tile rows
+    of a replica; CTAs.
+    """
+    heads, kv_heads, d = symbol(), symbol(), spec.head_dim
+    rows = symbol()
+    grad = fake("uint8" if spec.mxfp8 else "bfloat16", (rows, kv_heads, d), compact=True)
+    grad_scale = fake("uint8", (symbol(), kv_heads, d // 32), align=1, compact=True)
+    codes = fake("uint8", (rows, kv_heads, d), compact=True)
+    scale = fake("uint8", (symbol(), kv_heads), align=1, compact=True)
+    images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True, align=128)  # noqa: E731
+    return build(
+        arch,
+        BackwardMain(spec),
+        codes,
+        codes,
+        scale,
+        scale,
+        fake("int32", (symbol(), ITEM_FIELDS), compact=True),
+        fake("int32", (1,), align=4, compact=True),
+        images("uint8", spec.tile_bytes),
+        images("uint8", spec.tile_bytes),
+        images("float32", STAT_FLOATS),
+        images("float32", spec.dq_tile),
+        grad,
+        grad,
+        grad_scale,
+        grad_scale,
+        fake("float32", (symbol(), 2, KEY_TILE * d), compact=True),
+        *[Int32(1)] * 4,
+    )

@@ -1,0 +1,143 @@
+"""PTX and small device helpers of the backward kernels."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T
+
+from lp_fa4.common.numbers import e4m3x4, inline_ptx
+
+__all__ = ["accumulate", "arrive", "bf16x2", "e4m3x4", "effect", "mask_of", "pick_pairs", "redux_max", "rescale_codes", "to_codes"]
+
+
+def effect(operands, text, constraints):
+    """Inline PTX with a memory effect and no result."""
+    inline_ptx(None, operands, text, constraints + ",~{memory}", side_effects=True)
+
+
+def pick_pairs(a, b, selector: str):
+    """Four bytes of two words; ``selector`` as written in PTX, lowest byte last."""
+    return Int32(inline_ptx(T.i32(), [a, b], f"prmt.b32 $0, $1, $2, 0x{selector};", "=r,r,r"))
+
+
+def bf16x2(a, b):
+    """Two FP32 to packed BF16, ``a`` low."""
+    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
+def absolute(x):
+    """Magnitude (folds into the consumer as an operand modifier)."""
+    return Float32(inline_ptx(T.f32(), [x], "abs.f32 $0, $1;", "=f,f"))
+
+
+def redux_max(x):
+    """Largest of a warp's non-negative FP32 values, by integer order: a NaN wins."""
+    return Int32(inline_ptx(T.i32(), [x], "{.reg .b32 v; mov.b32 v, $1; redux.sync.max.s32 $0, v, 0xffffffff;}", "=r,f", side_effects=True))
+
+
+def mask_of(below):
+    """16-bit halves of a word that hold tokens: 0, 1 or 2 tokens left give 0, 0xFFFF, 0xFFFFFFFF."""
+    return Int32(
+        inline_ptx(
+            T.i32(),
+            [below],
+            "{.reg .pred p, q; setp.gt.s32 p, $1, 0; setp.gt.s32 q, $1, 1; selp.b32 $0, 0xFFFF, 0, p; @q mov.b32 $0, 0xFFFFFFFF;}",
+            "=&r,r",
+        )
+    )
+
+
+def rescale_codes(word, factor2):
+    """Four E4M3 codes times a power of two given as packed FP16 (``factor2``), rounded again."""
+    return Int32(
+        inline_ptx(
+            T.i32(),
+            [word, factor2],
+            "{.reg .b16 l, h; .reg .b32 x, y;\n mov.b32 {l, h}, $1;\n cvt.rn.f16x2.e4m3x2 x, l;\n cvt.rn.f16x2.e4m3x2 y, h;\n"
+            " mul.rn.f16x2 x, x, $2;\n mul.rn.f16x2 y, y, $2;\n"
+            " cvt.rn.satfinite.e4m3x2.f16x2 l, x;\n cvt.rn.satfinite.e4m3x2.f16x2 h, y;\n mov.b32 $0, {l, h};}",
+            "=r,r,r",
+        )
+    )
+
+
+def half2(x):
+    """One FP32 to both halves of packed FP16."""
+    return Int32(inline_ptx(T.i32(), [x], "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f"))
+
+
+def to_codes(values, codes, factors=None):
+    """32 accumulators (columns 2t, 2t+1 of each 8) to eight A-operand words; ``factors`` scales the two halves of 16."""
+    for word in range(8):
+        q, r = word // 2, word % 2
+        i, j = 8 * q + 2 * r, 8 * q + 2 * r + 4
+        four = [values[i], values[i + 1], values[j], values[j + 1]]
+        if factors is not None:
+            four = [x * factors[q // 2] for x in four]
+        codes[word] = e4m3x4(*four)
+
+
+@cute.jit
+def arrive(barrier):
+    """One arrival for this warp."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def accumulate(mma, acc, a, b, zero: cutlass.Constexpr):
+    """Issue ``acc (+)= a b`` over all K blocks as one wgmma group."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
+    """Next stage of a ring; the phase flips at its end."""
+    stage = stage + 1
+    if stage == stages:
+        stage, phase = Int32(0), phase ^ 1
+    return stage, phase
+
+
+def shared_floats(address, count: int, align: int):
+    """``count`` FP32 words of shared memory as registers."""
+    out = cute.make_rmem_tensor(count, Float32)
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=align)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), out)
+    return out
+
+
+def global_float(address):
+    """One FP32 word of global memory, never from the non-coherent path."""
+    return Float32(inline_ptx(T.f32(), [address], "ld.global.f32 $0, [$1];", "=f,l", side_effects=True))
+
+
+def power_for(bits, target: int):
+    """Power of two (FP32 bits) that brings a magnitude with these bits to ``[2^target, 2^(target + 1))``; 1 for 0, Inf and NaN."""
+    return Float32(
+        inline_ptx(
+            T.f32(),
+            [bits],
+            "{.reg .pred p, q; .reg .b32 e; shr.u32 e, $1, 23; setp.ge.u32 p, e, 255; setp.eq.u32 q, $1, 0;\n"
+            f" sub.s32 e, {254 + target}, e; min.s32 e, e, 250; max.s32 e, e, 4; shl.b32 e, e, 23;\n"
+            " @p mov.b32 e, 0x3F800000; @q mov.b32 e, 0x3F800000; mov.b32 $0, e;}",
+            "=f,r",
+        )
+    )
+
+
+def reciprocal_power(x):
+    """Reciprocal of a normal power of two, exactly."""
+    return Float32(inline_ptx(T.f32(), [x], "{.reg .b32 e; mov.b32 e, $1; sub.s32 e, 0x7F000000, e; mov.b32 $0, e;}", "=f,f"))
+
+
+def pinned(x):
+    """The same Int32, opaque to code motion: what is computed from it stays where it is written (hoisted addresses would spill)."""
+    return Int32(inline_ptx(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", side_effects=True))

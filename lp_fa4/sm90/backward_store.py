@@ -1,0 +1,132 @@
+"""How dK and dV leave the backward's main kernel: BF16 rows, MXFP8 in 32 x 32 blocks, partial sums over long query loops.
+
+All functions run on whole warps of the consumer role; an accumulator of a warp is 16 keys (rows ``lane // 4`` and ``+ 8``) x D.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, float_of, inverse_of_byte
+from lp_fa4.sm90.backward_layout import KEY_TILE
+from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, pinned, redux_max, shared_floats
+
+
+@cute.jit
+def add_partial(spec, w, acc, factor, scratch: Int64, fresh):
+    """Add ``acc * factor`` to this CTA's FP32 sums (``fresh``: start them). Every word belongs to one thread, so the sums are plain
+    FP32 additions in program order, done by L2."""
+    base = scratch + Int64(16 * pinned(w.thread))
+    if fresh:
+        for j in cutlass.range_constexpr(spec.head_dim // 8):
+            four = [acc[4 * j + i] * factor for i in range(4)]
+            effect([base + 4096 * j, *four], "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f")
+    else:
+        for j in cutlass.range_constexpr(spec.head_dim // 8):
+            four = [acc[4 * j + i] * factor for i in range(4)]
+            effect([base + 4096 * j, *four], "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f")
+
+
+@cute.jit
+def take_partial(spec, w, acc, scratch: Int64):
+    """Add the sums of :func:`add_partial` to ``acc``."""
+    base = scratch + Int64(16 * pinned(w.thread))
+    for j in cutlass.range_constexpr(spec.head_dim // 8):
+        pointer = cute.make_ptr(Float32, base + 4096 * j, cute.AddressSpace.gmem, assumed_align=16)
+        four = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
+        for i in cutlass.range_constexpr(4):
+            acc[4 * j + i] = acc[4 * j + i] + four[i]
+
+
+@cute.jit
+def store_bf16(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32):
+    """``acc * factor`` as BF16 rows at byte address ``rows`` (row stride in bytes); only the first ``left`` of 16 rows exist."""
+    if w.lane == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+    lane = pinned(w.lane)
+    row = lane % 16
+    for half in cutlass.range_constexpr(spec.head_dim // 64):  # 16 rows x 64 columns: 2 KB of staging
+        for jj in cutlass.range_constexpr(4):
+            b = 8 * jj + 32 * half
+            chunk = (2 * jj + lane // 16) ^ (lane % 8)
+            words = [bf16x2(acc[b + o] * factor, acc[b + o + 1] * factor) for o in (0, 2, 4, 6)]
+            effect([w.staging + row * 128 + chunk * 16, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+        cute.arch.sync_warp()
+        for it in cutlass.range_constexpr(4):
+            r = 4 * it + lane // 8
+            if r < left:
+                effect(
+                    [rows + Int64(r) * stride + Int64(128 * half + 16 * (lane % 8)), w.staging + r * 128 + ((lane % 8) ^ (r % 8)) * 16],
+                    "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d};}",
+                    "l,r",
+                )
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def store_mxfp8(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32, scales: Int64, groups: Int32):
+    """``acc * factor`` as E4M3 rows at ``rows`` and its E8M0 bytes at ``scales + column block`` (this warp's group of 32 keys; ``groups``:
+    0 if that group holds no key). The maximum of a block is taken over two warps."""
+    lane, blocks = pinned(w.lane), spec.head_dim // 32
+    for i in cutlass.range_constexpr(spec.head_dim // 2):
+        acc[i] = acc[i] * factor
+    for r in cutlass.range_constexpr(2):  # rows past the end carry garbage that must not reach the scale
+        keep = lane // 4 + 8 * r < left
+        for j in cutlass.range_constexpr(spec.head_dim // 8):
+            for c in cutlass.range_constexpr(2):
+                i = c + 2 * r + 4 * j
+                acc[i] = acc[i] if keep else Float32(0.0)
+    cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)  # the peaks of the tensor before are read
+    for x in cutlass.range_constexpr(blocks):
+        top = absolute(acc[16 * x])
+        peak = bits_of(top)
+        for i in cutlass.range_constexpr(1, 16):
+            peak = cutlass.max(peak, bits_of(absolute(acc[16 * x + i])))
+        peak = redux_max(float_of(peak))
+        if lane == 0:
+            effect([w.block_peaks + 16 * w.warp + 4 * x, peak], "st.shared.b32 [$0], $1;", "r,r")
+    if lane == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)
+    pair = shared_floats(w.block_peaks + 32 * (w.warp // 2), 8, 16)
+    for x in cutlass.range_constexpr(blocks):
+        byte = byte_of_amax_bits(cutlass.max(bits_of(pair[x]), bits_of(pair[x + 4])))
+        inverse = inverse_of_byte(byte)
+        if lane == 0 and w.warp % 2 == 0 and groups > 0:
+            effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
+        for j in cutlass.range_constexpr(4):
+            i = 16 * x + 4 * j
+            if byte == 255:
+                for k in cutlass.range_constexpr(4):
+                    acc[i + k] = Float32(0.0)
+            word = e4m3x4(acc[i] * inverse, acc[i + 1] * inverse, acc[i + 2] * inverse, acc[i + 3] * inverse)
+            row = lane // 4
+            chunk = (2 * x + j // 2) ^ row
+            at = w.staging + row * 128 + chunk * 16 + 8 * (j % 2) + 2 * (lane % 4)
+            effect([at, word], "{.reg .b16 l, h; mov.b32 {l, h}, $1; st.shared.b16 [$0], l; st.shared.b16 [$0 + 1024], h;}", "r,r")
+    cute.arch.sync_warp()
+    per_row = spec.head_dim // 16
+    for it in cutlass.range_constexpr(per_row // 2):
+        r = (32 // per_row) * it + lane // per_row
+        if r < left:
+            effect(
+                [rows + Int64(r) * stride + Int64(16 * (lane % per_row)), w.staging + r * 128 + ((lane % per_row) ^ (r % 8)) * 16],
+                "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d};}",
+                "l,r",
+            )
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def store_zeros(spec, w, item, n, heads: Int32, grads):
+    """dK and dV of a key tile that no query meets."""
+    width = spec.head_dim if const_expr(spec.mxfp8) else 2 * spec.head_dim
+    chunks = width // 16
+    rows = cutlass.min(item.klen - n * KEY_TILE, Int32(KEY_TILE))
+    first = Int64(item.k0 + n * KEY_TILE)
+    for at in cutlass.range(w.thread, rows * chunks, 256, unroll=1):
+        offset = ((first + at // chunks) * heads + item.hk) * width + 16 * (at % chunks)
+        for target in (grads.dk, grads.dv):
+            effect([target + offset], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
