@@ -1,0 +1,1 @@
+"""Engines: one file per hardware unit. See ``registry.py`` for the protocol."""

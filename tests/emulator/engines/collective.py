@@ -1,0 +1,126 @@
+"""Warp-level collectives: shuffles, votes, election, reductions, convergence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..numerics import i32, i64, u32
+from ..ptx import Instr, Not, Pair, Reg, Vec
+from ..registry import op
+
+
+@op("shfl.sync", aligned=True, allow="idx bfly up down b32", writes=True)
+def shuffle(g: Any, I: Instr, m: np.ndarray) -> None:
+    A, d, ok_reg = I.args, I.args[0], None
+    if isinstance(d, Pair):
+        d, ok_reg = d.items
+    value, b, c = (g.ev(x).reshape(-1, 32) for x in A[1:4])
+    b, c, lane = b.astype(i64), c.astype(i64), g.lane.reshape(-1, 32)
+    clamp, segment = c & 31, (c >> 8) & 31
+    highest, lowest = (lane & segment) | (clamp & ~segment), lane & segment
+    if "idx" in I.parts:
+        source = lowest | (b & 31 & ~segment)
+        ok = source <= highest
+    elif "bfly" in I.parts:
+        source = lane ^ b
+        ok = source <= highest
+    elif "up" in I.parts:
+        source = lane - b
+        ok = source >= highest
+    else:
+        source = lane + b
+        ok = source <= highest
+    source = np.where(ok, source, lane)
+    if isinstance(d, Reg):
+        np.copyto(g.U[d.idx], np.take_along_axis(value, source, 1).reshape(-1), where=m)
+    if isinstance(ok_reg, Reg):
+        np.copyto(g.P[ok_reg.idx], ok.reshape(-1), where=m)
+
+
+@op("elect.sync", aligned=True, allow="", writes=True)
+def elect(g: Any, I: Instr, m: np.ndarray) -> None:
+    d, p = I.args[0].items
+    mask = m.reshape(-1, 32)
+    leader = mask.argmax(1)
+    chosen = (g.lane.reshape(-1, 32) == leader[:, None]) & mask
+    if isinstance(p, Reg):
+        np.copyto(g.P[p.idx], chosen.reshape(-1), where=m)
+    if isinstance(d, Reg):
+        np.copyto(g.U[d.idx], np.repeat(leader, 32).astype(u32), where=m)
+
+
+def _ballot(bits: np.ndarray) -> np.ndarray:
+    return np.repeat(np.packbits(bits.reshape(-1, 32), axis=1, bitorder="little").view(u32).reshape(-1), 32)
+
+
+@op("vote.sync", aligned=True, allow="ballot any all uni b32 pred", writes=True)
+def vote(g: Any, I: Instr, m: np.ndarray) -> None:
+    A = I.args
+    p = ~g.ev(A[1].operand, "P") if isinstance(A[1], Not) else g.ev(A[1], "P")
+    on, active = (p & m).reshape(-1, 32), m.reshape(-1, 32)
+    if "ballot" in I.parts:
+        np.copyto(g.U[A[0].idx], _ballot(p & m), where=m)
+        return
+    if "any" in I.parts:
+        r = on.any(1)
+    elif "all" in I.parts:
+        r = (on | ~active).all(1)
+    else:
+        r = (on | ~active).all(1) | ~on.any(1)
+    np.copyto(g.P[A[0].idx], np.repeat(r, 32), where=m)
+
+
+@op("match", aligned=True, allow="any sync b32", writes=True)
+def match(g: Any, I: Instr, m: np.ndarray) -> None:
+    v, active = g.ev(I.args[1]).reshape(-1, 32), m.reshape(-1, 32)
+    same = (v[:, :, None] == v[:, None, :]) & active[:, None, :]
+    bits = np.packbits(same, axis=2, bitorder="little").view(u32).reshape(-1)
+    np.copyto(g.U[I.args[0].idx], bits, where=m)
+
+
+@op("redux.sync", aligned=True, allow="add min max and or xor u32 s32 b32 f32 abs NaN", writes=True)
+def redux(g: Any, I: Instr, m: np.ndarray) -> None:
+    kind = next(x for x in ("add", "min", "max", "and", "or", "xor") if x in I.parts)
+    view = {"s32": "S", "f32": "F"}.get(I.parts[-1], "U")
+    v = g.ev(I.args[1], "U").view({"U": u32, "S": i32, "F": np.float32}[view])
+    if "abs" in I.parts:
+        v = np.abs(v)
+    table: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and}
+    table.update({"or": np.bitwise_or, "xor": np.bitwise_xor})
+    if view == "F" and "NaN" not in I.parts:
+        table.update(min=np.fmin, max=np.fmax)
+    out = getattr(g, view)[I.args[0].idx]
+    for w in range(g.W // 32):
+        lanes = np.flatnonzero(m[w * 32 : w * 32 + 32]) + w * 32
+        if lanes.size:
+            out[lanes] = table[kind].reduce(v[lanes])
+
+
+@op("activemask", allow="b32", writes=True)
+def activemask(g: Any, I: Instr, m: np.ndarray) -> None:
+    np.copyto(g.U[I.args[0].idx], _ballot(m), where=m)
+
+
+@op("bar.warp", aligned=True, allow="sync")
+def warp_sync(g: Any, I: Instr, m: np.ndarray) -> None:
+    """Convergence is all that is left of ``__syncwarp`` when lanes run in lock step."""
+
+
+@op("setmaxnreg", aligned=True, allow="inc dec sync aligned u32")
+def setmaxnreg(g: Any, I: Instr, m: np.ndarray) -> None:
+    """Register counts are not modelled; the legal range is (24 to 256, a multiple of 8)."""
+    n = I.args[0].value
+    if not 24 <= n <= 256 or n % 8:
+        raise I.unsupported(f"setmaxnreg {n}: PTX allows 24..256 in steps of 8")
+
+
+@op("trap", allow="")
+def trap(g: Any, I: Instr, m: np.ndarray) -> None:
+    from ..errors import EmulatorError
+
+    raise EmulatorError(f"trap executed; {g.where(I)}")
+
+
+_ = Vec
