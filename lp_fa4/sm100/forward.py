@@ -1,0 +1,187 @@
+"""Forward attention on Blackwell: checks, scale layouts, work list, launch. The kernel is ``forward_kernel.py``."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, multiprocessors, symbol
+from lp_fa4.config import LOG2_E
+from lp_fa4.mx import MXTensor
+from lp_fa4.mx.layout import scatter_sf
+from lp_fa4.problem import AttentionProblem, ForwardResult
+from lp_fa4.sm100.config import ARCHS, HEAD_DIMS, KEY_TILE, QUERY_TILE, ForwardSpec, ForwardTuning, forward_tuning
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+SF_ATOM = 512
+
+
+@kernel_cache
+def _compile_sm100_forward(arch: str, spec: ForwardSpec, tuning: ForwardTuning) -> Any:
+    """Compile one variant. No tensor, no length: token counts, heads, strides and the batch are symbols."""
+    from lp_fa4.sm100.forward_kernel import Forward
+
+    return build(arch, Forward(spec, tuning), *fake_arguments(spec))
+
+
+def fake_arguments(spec: ForwardSpec) -> list[Any]:
+    """Descriptions of the kernel's arguments, in order (all but the stream)."""
+    from cutlass import Float32, Int32
+
+    dim, heads, kv_heads = spec.head_dim, symbol(), symbol()
+    queries, tokens, rows, batch = symbol(), symbol(), symbol(), symbol()
+    scales = lambda h: fake("uint8", (symbol(), h, SF_ATOM), align=16)  # noqa: E731
+    per_row = lambda: fake("float32", (heads, rows), align=4, compact=True)  # noqa: E731
+    per_sequence = lambda: fake("float32", (batch, kv_heads, dim), align=16, compact=True)  # noqa: E731
+    return [
+        fake("uint8", (queries, heads, dim), align=16),
+        fake("uint8", (tokens, kv_heads, dim), align=16),
+        fake("uint8", (tokens, kv_heads, dim), align=16),
+        scales(heads) if spec.block_scaled else None,
+        scales(kv_heads) if spec.block_scaled else None,
+        scales(kv_heads) if spec.block_scaled else None,
+        fake("int32", (symbol(), 8), align=16, compact=True),
+        fake("int32", (symbol(),), align=4),
+        fake("bfloat16", (rows, heads, dim), align=16, compact=True),
+        fake(spec.save, (rows, heads, dim), align=16, compact=True) if spec.save else None,
+        per_row(),
+        per_row(),
+        per_row(),
+        per_sequence() if spec.centred else None,
+        per_sequence() if spec.v_mean else None,
+        Float32(1.0),
+        Int32(1),
+    ]
+
+
+def scale_atoms(x: MXTensor, axis: int) -> Tensor:
+    """Swizzled scales of an attention operand, one 512-byte atom per (128-token tile, head): uint8 ``[tiles, heads, 512]``.
+
+    ``axis``: 1 contracts over the head dimension (Q, K), 0 over tokens (V). A head dimension below 128 is padded to 128, so that no atom
+    holds two heads. Static scales are one tile that every tile finds through a stride of 0.
+    """
+    tokens, heads, _ = x.shape
+    blocks = KEY_TILE // 32
+    grid = x.scale_bytes
+    if x.block[1] != 32:
+        grid = grid.repeat_interleave(x.block[1] // 32, dim=-1)
+    grid = torch.nn.functional.pad(grid, (0, blocks - grid.shape[-1])).reshape(grid.shape[0], heads * blocks)
+    static = x.is_static
+    if static:
+        grid, tokens = grid.expand(blocks, -1), KEY_TILE
+    atoms = scatter_sf(grid, tokens, heads * KEY_TILE, None if static else x.offsets, axis)
+    if axis == 0:
+        atoms = atoms.transpose(0, 1)
+    atoms = atoms.reshape(atoms.shape[0], heads, SF_ATOM)
+    return atoms[:1].expand(max(1, x.shape[0]), -1, -1) if static else atoms
+
+
+def unsupported(features: Any) -> str:
+    """Why a call with these ``lp_fa4.dispatch.Features`` is not served here; "" if it is."""
+    if features.head_dim not in HEAD_DIMS:
+        return f"head_dim is {features.head_dim}; sm100 kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    return _config_reason(features.config)
+
+
+def _config_reason(config: Any) -> str:
+    if config.key_tile != KEY_TILE:
+        return f"config.key_tile is {config.key_tile}; sm100 kernels have tiles of {KEY_TILE} keys"
+    if config.softmax_stabilizer:
+        return "config.softmax_stabilizer is True; it is served by the reference only"
+    if not config.round_p:
+        return "config.round_p is False; it is served by the reference only"
+    return ""
+
+
+def forward_spec(problem: AttentionProblem, p_scale: str = "constant", block_scaled: bool = True) -> ForwardSpec:
+    """The variant that serves a problem. ``ValueError`` in words if none does."""
+    config = problem.config
+    reason = _config_reason(config)
+    if problem.q_mean is not None:
+        reason = "q_mean (Q smoothing) is served by the reference only"
+    if problem.softmax_scale is None or problem.softmax_scale <= 0:
+        reason = f"softmax_scale is {problem.softmax_scale}; sm100 kernels need a positive one"
+    if reason:
+        raise ValueError(reason)
+    same = problem.v_mean is None and config.save_out_dtype == torch.bfloat16
+    return ForwardSpec(
+        head_dim=problem.head_dim,
+        group=problem.group,
+        shared_q=problem.shared_q,
+        causal=problem.causal,
+        centred=problem.centred,
+        v_mean=problem.v_mean is not None,
+        save="" if same else _NAMES[config.save_out_dtype],
+        block_scaled=block_scaled,
+        p_scale=p_scale,
+        p_scale_log2=config.p_scale_log2,
+        threshold=float(config.rescale_threshold),
+    )
+
+
+def forward(problem: AttentionProblem, *, p_scale: str = "constant") -> ForwardResult:
+    """Attention of every sequence; the signature and result of ``lp_fa4.reference.forward``.
+
+    ``p_scale``: how the scale of P is chosen: ``"constant"``; ``"softmax_max"`` and ``"fresh"`` give every 32 keys of a row their own
+    (uncentred P only).
+
+    Raises: ``ValueError`` for what these kernels do not serve.
+    """
+    from lp_fa4.sm90.worklist import work_list
+
+    device = problem.device
+    arch = arch_of(device)
+    if arch not in ARCHS:
+        raise ValueError(f"{device} compiles for {arch}; sm100 kernels are for {', '.join(ARCHS)}")
+    make = partial(work_list, query_tile=2 * QUERY_TILE)
+    return run(problem, arch, forward_spec(problem, p_scale), make, multiprocessors(device))
+
+
+def run(problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list: Any, processors: int) -> ForwardResult:
+    """Allocate, lay out scales, list the work, launch."""
+    p, device = problem, problem.device
+    rows, heads, dim = p.rows, p.heads, p.head_dim
+    jagged = p.queries is None
+    # rows past the last sequence belong to no work item: written here, everything else by the kernel
+    blank = jagged or p.tokens == 0
+    new = torch.zeros if blank else torch.empty
+    out = new(rows, heads, dim, dtype=torch.bfloat16, device=device)
+    saved = new(rows, heads, dim, dtype=p.config.save_out_dtype, device=device) if spec.save else None
+    lse, row_max, row_sum = (torch.full((heads, rows), fill, device=device) for fill in (-torch.inf, -torch.inf, 0.0))
+    result = ForwardResult(out, lse, out if saved is None else saved, row_max, row_sum)
+    if p.batch == 0 or rows == 0 or p.tokens == 0:
+        return result
+    offsets_k = p.offsets_k if p.offsets_k is not None else torch.tensor([0, p.tokens], dtype=torch.int32, device=device)
+    records, state = make_work_list(
+        offsets_k,
+        p.offsets_q if jagged else None,
+        rows=p.q.shape[0],
+        tokens=p.tokens,
+        heads=heads,
+        queries=p.queries,
+        shared_q=p.shared_q,
+    )
+    scales = (scale_atoms(p.q, 1), scale_atoms(p.k, 1), scale_atoms(p.v, 0)) if spec.block_scaled else (None, None, None)
+    assert p.softmax_scale is not None
+    compiled = _compile_sm100_forward(arch, spec, forward_tuning(arch, spec))
+    launch(
+        compiled,
+        device,
+        p.q.codes,
+        p.k.codes,
+        p.v.codes,
+        *scales,
+        records,
+        state,
+        out,
+        saved,
+        lse,
+        row_max,
+        row_sum,
+        p.v_sum.contiguous() if spec.centred and p.v_sum is not None else None,
+        p.v_mean.contiguous() if p.v_mean is not None else None,
+        p.softmax_scale * LOG2_E,
+        min(processors, records.shape[0]),
+    )
+    return result

@@ -1,0 +1,82 @@
+"""Load warp of the forward: TMA of Q, K, V payloads and bulk copies of their scale factors."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from lp_fa4.sm100.atoms import F8, SF_BYTES, load_scales
+from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
+from lp_fa4.sm100.sync import wait
+from lp_fa4.sm100.work import fetch, scale_tile
+
+
+@cute.jit
+def load_role(kernel: cutlass.Constexpr, args, shared, bars):
+    """Walk this CTA's items: both Q tiles of an item (two items' worth of buffers), then K and V tile by tile.
+
+    Payloads are addressed at their jagged offset, scales at the 128-row tile rule (split addressing): a tile's payload may reach into the
+    next sequence, its scales never do.
+    """
+    spec, bar = kernel.spec, kernel.barriers
+    dim, scaled = spec.head_dim, spec.block_scaled
+    stages = kernel.tuning.stages
+    sf = SF_BYTES if scaled else 0
+    qk, pv = kernel.atoms.qk().get_slice(0), kernel.atoms.pv().get_slice(0)
+    count, step = args.state[0], Int32(cute.arch.grid_dim()[0])
+    index = Int32(cute.arch.block_idx()[0])
+    done, base = Int32(0), Int32(0)
+    while index < count:
+        item = fetch(spec, args.records, index)
+        kv_head = item.head // spec.group
+        g_q = cute.local_tile(cute.domain_offset((item.first_query, 0), args.q[None, None, item.head]), (QUERY_TILE, dim), (None, 0))
+        g_k = cute.local_tile(cute.domain_offset((item.first_key, 0), args.k[None, None, kv_head]), (KEY_TILE, dim), (None, 0))
+        g_v = cute.local_tile(cute.domain_offset((0, item.first_key), args.v[None, None, kv_head]), (dim, KEY_TILE), (0, None))
+        s_q, g_q = _partition(args.tma_q, shared.q, qk.partition_A(g_q))
+        s_k, g_k = _partition(args.tma_k, shared.k, qk.partition_B(g_k))
+        s_v, g_v = _partition(args.tma_v, shared.v, pv.partition_B(g_v))
+
+        buffer = done & 1
+        tile = item.row // QUERY_TILE
+        wait(bars + bar.q_empty + buffer, ((done >> 1) & 1) ^ 1)
+        q_full = bars + bar.q_full + buffer
+        live = Int32(2) if item.steps1 > 0 else Int32(1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, live * (QUERY_TILE * dim + sf))
+        for i in cutlass.range_constexpr(2):
+            if i < live:
+                cute.copy(args.tma_q, g_q[None, tile + i], s_q[None, 2 * buffer + i], tma_bar_ptr=q_full)
+                if const_expr(scaled):
+                    first = scale_tile(spec, item.sequence, item.first_query)
+                    load_scales(args.sf_q, first + tile + i, item.head, shared.sf_q, 2 * buffer + i, q_full)
+
+        key_tile = item.first_key // KEY_TILE + item.sequence
+        for n in cutlass.range(item.steps, unroll=1):
+            stage = (base + n) % stages
+            free = ((base + n) // stages & 1) ^ 1
+            wait(bars + bar.k_empty + stage, free)
+            load_tile(
+                args.tma_k, g_k[None, n], s_k[None, stage], args.sf_k, key_tile + n, kv_head, shared.sf_k, stage, bars + bar.k_full + stage
+            )
+            wait(bars + bar.v_empty + stage, free)
+            load_tile(
+                args.tma_v, g_v[None, n], s_v[None, stage], args.sf_v, key_tile + n, kv_head, shared.sf_v, stage, bars + bar.v_full + stage
+            )
+        base += item.steps
+        done += 1
+        index += step
+
+
+@cute.jit
+def load_tile(atom, source, target, scales, scale_tile_index, head, scale_target, stage, barrier):
+    """One payload tile and its scale atom into ``stage``; ``barrier`` completes when both are there. No scales where ``scales`` is None."""
+    expected = cute.size_in_bytes(F8, target.layout) + (SF_BYTES if scales is not None else 0)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
+    cute.copy(atom, source, target, tma_bar_ptr=barrier)
+    if const_expr(scales is not None):
+        load_scales(scales, scale_tile_index, head, scale_target, stage, barrier)
+
+
+def _partition(atom, shared, tiles):
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))

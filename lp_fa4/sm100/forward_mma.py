@@ -1,0 +1,130 @@
+"""MMA warp of the forward: scales into tensor memory, the two products of two Q tiles, and the order that keeps both busy.
+
+Per key tile n::
+
+    O0 += P0 V(n)   S0 = Q0 K(n+1)   O1 += P1 V(n)   S1 = Q1 K(n+1)
+
+At the last key tile of an item the scores of the *next* item's first key tile take the place of K(n+1), so that its softmax starts one
+product earlier and the tensor core never waits at an item's end (unrolled key loop).
+
+Note [Scales in dead scores]: at head dimension 128 the four accumulators fill tensor memory. The scales of O_i lie beside P_i in S_i, whose
+scores P_i replaced. Those of S_i lie in the other tile's S: before they are copied there, softmax 1-i must hold those scores in registers.
+``s_read`` is the barrier that says so. ``tmem_plan`` proves the columns, this file keeps the order.
+
+All counters are derived from three running sums (key tiles, and steps of each Q tile), so that no phase is threaded through branches.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from lp_fa4.sm100.atoms import copy_scales, multiply
+from lp_fa4.sm100.config import KEY_TILE
+from lp_fa4.sm100.sync import commit, wait, wait_tensor
+from lp_fa4.sm100.tmem_plan import prologue_columns
+from lp_fa4.sm100.work import fetch, item_steps
+
+
+@cute.jit
+def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
+    """Issue every product of this CTA's items."""
+    spec, bar, stages = kernel.spec, kernel.barriers, kernel.tuning.stages
+    count, step = args.state[0], Int32(cute.arch.grid_dim()[0])
+    index = Int32(cute.arch.block_idx()[0])
+    # key tiles; steps of Q tile 0 and 1; items: all before the current item
+    base, base0, base1, done = Int32(0), Int32(0), Int32(0), Int32(0)
+    if index < count:
+        item = fetch(spec, args.records, index)
+        wait(bars + bar.q_full, 0)
+        wait_tensor(bars + bar.k_full, 0)
+        for i in cutlass.range_constexpr(2):
+            if item_steps(item, i) > 0:
+                scores(kernel, shared, bars, tmem, i, prologue_columns(kernel.plan, i), Int32(0), Int32(0))
+        commit(bars + bar.k_empty)
+    while index < count:
+        item = fetch(spec, args.records, index)
+        following = index + step
+        has_next = following < count
+        coming = fetch(spec, args.records, cutlass.min(following, count - 1))
+        for n in cutlass.range(item.steps, unroll=1):
+            last = n + 1 == item.steps
+            stage, phase = (base + n) % stages, (base + n) // stages & 1
+            k_stage, k_phase = (base + n + 1) % stages, (base + n + 1) // stages & 1
+            wait_tensor(bars + bar.v_full + stage, phase)
+            for i in cutlass.range_constexpr(2):
+                mine = base0 if i == 0 else base1
+                steps = item_steps(item, i)
+                if n < steps:
+                    wait_tensor(bars + bar.p_ready + i, (mine + n) & 1)
+                    wait_tensor(bars + bar.o_ready + i, (mine + n) & 1 ^ 1)
+                    output(kernel, shared, bars, tmem, i, stage, n, item.keys - n * KEY_TILE)
+                    if n == steps - 1:
+                        commit(bars + bar.o_full + i)
+                if const_expr(i == 0):
+                    if last:
+                        if has_next:
+                            wait(bars + bar.q_full + ((done + 1) & 1), ((done + 1) >> 1) & 1)
+                            wait_tensor(bars + bar.k_full + k_stage, k_phase)
+                    else:
+                        wait_tensor(bars + bar.k_full + k_stage, k_phase)
+                wanted = n + 1 < steps
+                buffer = done & 1
+                if last:
+                    wanted = has_next and item_steps(coming, i) > 0
+                    buffer = (done + 1) & 1
+                if wanted:
+                    if const_expr(kernel.aliased):
+                        # scores of the other tile issued so far, all of which must have been read
+                        other = base1 + cutlass.min(n + 1, item.steps1)
+                        if const_expr(i == 1):
+                            other = base0 + cutlass.min(n + 2, item.steps0)
+                            if last:
+                                other = base0 + item.steps0 + 1
+                        wait_s_read(bars + bar.s_read + 1 - i, (other - 1) & 1)
+                    place = (kernel.plan[f"SFQ{i}"].start, kernel.plan[f"SFK{i}"].start) if kernel.spec.block_scaled else (0, 0)
+                    scores(kernel, shared, bars, tmem, i, place, buffer, k_stage)
+            commit(bars + bar.v_empty + stage)
+            if not last or has_next:
+                commit(bars + bar.k_empty + k_stage)
+        commit(bars + bar.q_empty + (done & 1))
+        base += item.steps
+        base0 += item.steps0
+        base1 += item.steps1
+        done += 1
+        index = following
+
+
+def wait_s_read(barrier, phase):
+    """The new barrier of note [Scales in dead scores]."""
+    wait_tensor(barrier, phase)
+
+
+@cute.jit
+def scores(kernel: cutlass.Constexpr, shared, bars, tmem, tile: cutlass.Constexpr, place: cutlass.Constexpr, buffer, stage):
+    """``S_tile = Q_tile K``; scales to the two columns ``place``."""
+    atoms = kernel.atoms
+    mma = atoms.qk()
+    sfq, sfk = None, None
+    if const_expr(kernel.spec.block_scaled):
+        sfq, sfk = atoms.sf_columns("q", tmem, place[0]), atoms.sf_columns("k", tmem, place[1])
+        copy_scales(shared.sf_q, 2 * buffer + tile, sfq)
+        copy_scales(shared.sf_k, stage, sfk)
+    a = mma.make_fragment_A(shared.q)[None, None, None, 2 * buffer + tile]
+    b = mma.make_fragment_B(shared.k)[None, None, None, stage]
+    multiply(mma, atoms.scores(tmem, tile), a, b, sfq, sfk, False, Int32(0), False)
+    commit(bars + kernel.barriers.s_full + tile)
+
+
+@cute.jit
+def output(kernel: cutlass.Constexpr, shared, bars, tmem, tile: cutlass.Constexpr, stage, n, keys):
+    """``O_tile += P_tile V``, k-blocks past ``keys`` left out. P and a constant scale of it are there already."""
+    atoms, plan = kernel.atoms, kernel.plan
+    mma = atoms.pv()
+    sfp, sfv = None, None
+    if const_expr(kernel.spec.block_scaled):
+        sfp, sfv = atoms.sf_columns("p", tmem, plan[f"SFP{tile}"].start), atoms.sf_columns("v", tmem, plan[f"SFV{tile}"].start)
+        copy_scales(shared.sf_v, stage, sfv)
+        if const_expr(kernel.spec.p_scale != "constant"):
+            copy_scales(shared.sf_p, tile, sfp)
+    b = mma.make_fragment_B(shared.v)[None, None, None, stage]
+    multiply(mma, atoms.output(tmem, tile), atoms.probabilities(tmem, tile), b, sfp, sfv, n > 0, keys, True)

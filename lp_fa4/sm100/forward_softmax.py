@@ -1,0 +1,230 @@
+"""Softmax warps of the forward: scores to P in E4M3, one thread per row, one warpgroup per Q tile.
+
+Per key tile: read 128 scores, say so (the other tile's scales may now lie where they were), move the lazy maximum, post the factor for O,
+exponentiate, round, store P, and only then add up the row: the sum needs no barrier and nobody waits for it.
+
+P leaves exp2 already multiplied by its constant scale (the power of two is part of the argument), and so do the row sum and the centring
+constant; nothing is ever multiplied by it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from lp_fa4.common.numbers import bits_of, float_of
+from lp_fa4.sm100.atoms import F8, load_columns, store_columns
+from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
+from lp_fa4.sm100.sync import arrive_tensor, wait, wait_tensor
+from lp_fa4.sm100.work import fetch, item_steps
+
+BLOCK = 32
+BLOCKS = KEY_TILE // BLOCK
+P_WORDS = BLOCK // 4
+_MAGIC = float(3 << 22)  # adding it rounds to an integer, which then stands in the low bits
+_POLY = (0.05500893, 0.24221096, 0.69328293)
+"""2^f on [-1/2, 1/2] as 1 + f (c2 + f (c1 + f c0)): least largest relative error with value 1 at 0, 1.01e-4, against E4M3's 2^-4."""
+
+
+@cute.jit
+def softmax_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, tile: cutlass.Constexpr, thread: Int32):
+    """Serve Q tile ``tile`` of this CTA's items. ``thread``: 0..127, the row of the tile."""
+    spec, bar, plan = kernel.spec, kernel.barriers, kernel.plan
+    count, step = args.state[0], Int32(cute.arch.grid_dim()[0])
+    index = Int32(cute.arch.block_idx()[0])
+    base = Int32(0)
+    if const_expr(spec.block_scaled and spec.p_scale == "constant" and not kernel.aliased):
+        store_unit_scale(plan, tmem, tile, thread)
+        cute.arch.fence_view_async_tmem_store()
+    while index < count:
+        item = fetch(spec, args.records, index)
+        steps = item_steps(item, tile)
+        lazy, exact = -Float32.inf, -Float32.inf
+        total, centre = Float32(0.0), Float32(0.0)
+        first_row = item.row + tile * QUERY_TILE
+        for n in cutlass.range(steps, unroll=1):
+            seen = item.keys - n * KEY_TILE
+            least = seen
+            if const_expr(spec.causal):
+                reach = first_row + 1 + item.keys - item.queries - n * KEY_TILE
+                least = cutlass.min(seen, reach)
+                seen = cutlass.min(seen, reach + thread)
+            masked = least < KEY_TILE
+
+            wait_tensor(bars + bar.s_full + tile, (base + n) & 1)
+            r = load_columns(tmem, plan[f"S{tile}"].start, KEY_TILE, thread)
+            cute.arch.fence_view_async_tmem_load()
+            if const_expr(kernel.aliased):
+                announce_s_read(bars + bar.s_read + tile)
+            if masked:
+                # select, never add: scores of pad keys may be NaN
+                for j in cutlass.range_constexpr(KEY_TILE):
+                    r[j] = r[j] if j < seen else -Float32.inf
+
+            tops = [r[BLOCK * b] for b in range(BLOCKS)]
+            for j in cutlass.range_constexpr(1, BLOCK):
+                for b in cutlass.range_constexpr(BLOCKS):
+                    tops[b] = cute.arch.fmax(tops[b], r[BLOCK * b + j])
+            top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3])) * args.scale
+            moved = top > lazy + Float32(spec.threshold)
+            factor = cute.math.exp2(lazy - top, fastmath=True) if moved else Float32(1.0)
+            lazy = top if moved else lazy
+            exact = cute.arch.fmax(exact, top)
+            if n > 0:
+                post(shared, bars, bar, tile, thread, base + n - 1, (factor,))
+
+            bias = Float32(spec.p_shift) - (lazy if lazy > -Float32.inf else Float32(0.0))
+            total = total * factor
+            centre = centre * factor
+            if const_expr(spec.centred):  # noqa: SIM102 (compile time outside, run time inside)
+                if n == 0:
+                    centre = first_centre(r, args.scale, bias, seen)
+            words = cute.make_rmem_tensor(BLOCKS, Int32)
+            parts = cute.make_rmem_tensor(2 * BLOCKS, Float32)
+            for b in cutlass.range_constexpr(BLOCKS):
+                probabilities(kernel, r, b, tops[b], args.scale, bias, words)
+                store_block(kernel, tmem, r, b, tile, thread, centre, masked, seen)
+            if const_expr(spec.block_scaled):
+                if const_expr(spec.p_scale != "constant"):
+                    share_scales(shared, words, tile, thread)
+                elif const_expr(kernel.aliased):
+                    store_unit_scale(plan, tmem, tile, thread)
+            cute.arch.fence_view_async_tmem_store()
+            arrive_tensor(bars + bar.p_ready + tile)
+
+            for b in cutlass.range_constexpr(BLOCKS):
+                sum_block(spec, r, b, words, parts)
+            for b in cutlass.range_constexpr(BLOCKS):
+                total = total + (parts[2 * b] + parts[2 * b + 1])
+        if steps > 0:
+            post(shared, bars, bar, tile, thread, base + steps - 1, (total, lazy, exact, centre))
+        base += steps
+        index += step
+
+
+def announce_s_read(barrier):
+    """This tile's scores are in registers (the new barrier of the scheme; see ``forward_mma``, note [Scales in dead scores])."""
+    arrive_tensor(barrier)
+
+
+@cute.jit
+def post(shared, bars, bar: cutlass.Constexpr, tile: cutlass.Constexpr, thread, message, values):
+    """Leave ``values`` of this row for the correction warps, as soon as they took the message before."""
+    wait(bars + bar.mail_empty + tile, message & 1 ^ 1)
+    for j in cutlass.range_constexpr(len(values)):
+        shared.mail[thread, j, tile] = values[j]
+    arrive_tensor(bars + bar.mail_full + tile)
+
+
+@cute.jit
+def first_centre(r, scale, bias, seen):
+    """``exp2(mean)`` over the keys seen in the first tile, of the arguments of P's exp2."""
+    total = Float32(0.0)
+    for j in cutlass.range_constexpr(KEY_TILE):
+        total = total + (r[j] if j < seen else Float32(0.0))
+    many = cutlass.max(cutlass.min(seen, KEY_TILE), 1)
+    return cute.math.exp2(total / Float32(many) * scale + bias, fastmath=True)
+
+
+@cute.jit
+def probabilities(kernel: cutlass.Constexpr, r, b: cutlass.Constexpr, top, scale, bias, words):
+    """Scores of block ``b`` (32 keys) to P in place; ``words[b]``: E8M0 byte of the block's scale, where it depends on data.
+
+    softmax_max: the block's largest P comes from its largest score, and its power of two joins the exponent's argument. fresh: from P
+    itself. Bytes by bit arithmetic: adding 0x1FFFFF carries into the exponent exactly if the mantissa exceeds 1.75 (448 is 1.75 * 2^8).
+    """
+    spec = kernel.spec
+    shift = bias
+    if const_expr(spec.p_scale == "softmax_max"):
+        byte = scale_byte(cute.math.exp2(top * scale + bias, fastmath=True))
+        words[b] = byte
+        shift = bias - Float32(byte - 127)
+    for j in cutlass.range_constexpr(0, BLOCK, 2):
+        i = BLOCK * b + j
+        x, y = cute.arch.fma_packed_f32x2((r[i], r[i + 1]), (scale, scale), (shift, shift))
+        if const_expr(j < kernel.tuning.exp2_on_fma):
+            r[i], r[i + 1] = exp2_pair(x, y)
+        else:
+            r[i], r[i + 1] = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
+    if const_expr(spec.p_scale == "fresh"):
+        largest = r[BLOCK * b]
+        for j in cutlass.range_constexpr(1, BLOCK):
+            largest = cute.arch.fmax(largest, r[BLOCK * b + j])
+        byte = scale_byte(largest)
+        words[b] = byte
+        inverse = float_of((254 - byte) << 23)
+        for j in cutlass.range_constexpr(0, BLOCK, 2):
+            i = BLOCK * b + j
+            r[i], r[i + 1] = cute.arch.mul_packed_f32x2((r[i], r[i + 1]), (inverse, inverse))
+
+
+@cute.jit
+def scale_byte(largest):
+    """E8M0 byte of a block of P, clamped to 1..254 so that scale and inverse are normal numbers."""
+    return cutlass.min(cutlass.max(((bits_of(largest) + 0x1FFFFF) >> 23) - 8, 1), 253)
+
+
+@cute.jit
+def exp2_pair(x, y):
+    """Two exponentials on the FMA pipe: round to an integer by addition, a cubic for the rest, the integer added to the exponent bits."""
+    x, y = cute.arch.fmax(x, Float32(-126.0)), cute.arch.fmax(y, Float32(-126.0))
+    magic = (Float32(_MAGIC), Float32(_MAGIC))
+    whole = cute.arch.add_packed_f32x2((x, y), magic)
+    back = cute.arch.sub_packed_f32x2(whole, magic)
+    f = cute.arch.sub_packed_f32x2((x, y), back)
+    p = (Float32(_POLY[0]), Float32(_POLY[0]))
+    for c in (*_POLY[1:], 1.0):
+        p = cute.arch.fma_packed_f32x2(p, f, (Float32(c), Float32(c)))
+    return tuple(float_of(bits_of(p[i]) + (bits_of(whole[i]) << 23)) for i in range(2))
+
+
+@cute.jit
+def store_block(kernel: cutlass.Constexpr, tmem, r, b: cutlass.Constexpr, tile: cutlass.Constexpr, thread, centre, masked, seen):
+    """Round block ``b`` of P to E4M3 and store it to its 8 columns. Masked keys become 0, not -c: their V rows are someone else's."""
+    values = cute.make_rmem_tensor(BLOCK, Float32)
+    for j in cutlass.range_constexpr(0, BLOCK, 2):
+        i = BLOCK * b + j
+        if const_expr(kernel.spec.centred):
+            values[j], values[j + 1] = cute.arch.sub_packed_f32x2((r[i], r[i + 1]), (centre, centre))
+        else:
+            values[j], values[j + 1] = r[i], r[i + 1]
+    if const_expr(kernel.spec.centred):  # noqa: SIM102
+        if masked:
+            for j in cutlass.range_constexpr(BLOCK):
+                values[j] = values[j] if BLOCK * b + j < seen else Float32(0.0)
+    packed = cute.make_rmem_tensor(P_WORDS, Float32)
+    codes = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=F8), cute.make_layout(BLOCK))
+    codes.store(values.load().to(F8))
+    store_columns(tmem, kernel.plan[f"P{tile}"].start + P_WORDS * b, P_WORDS, thread, packed)
+
+
+@cute.jit
+def sum_block(spec: cutlass.Constexpr, r, b: cutlass.Constexpr, words, parts):
+    """Sum of block ``b`` of the unrounded P into ``parts[2b]`` and ``parts[2b + 1]`` (even and odd keys)."""
+    pair = (r[BLOCK * b], r[BLOCK * b + 1])
+    for j in cutlass.range_constexpr(2, BLOCK, 2):
+        pair = cute.arch.add_packed_f32x2(pair, (r[BLOCK * b + j], r[BLOCK * b + j + 1]))
+    if const_expr(spec.p_scale != "constant"):
+        factor = float_of(words[b] << 23)
+        pair = cute.arch.mul_packed_f32x2(pair, (factor, factor))
+    parts[2 * b], parts[2 * b + 1] = pair
+
+
+@cute.jit
+def store_unit_scale(plan: cutlass.Constexpr, tmem, tile: cutlass.Constexpr, thread):
+    """Scale 2^0 of P, every byte 127: one store of four words per lane, the same in all lane quadrants."""
+    words = cute.make_rmem_tensor(4, Float32)
+    bits = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Int32), words.layout)
+    for j in cutlass.range_constexpr(4):
+        bits[j] = Int32(0x7F7F7F7F)
+    store_columns(tmem, plan[f"SFP{tile}"].start, 4, thread, words)
+
+
+@cute.jit
+def share_scales(shared, words, tile: cutlass.Constexpr, thread):
+    """Row scales of P through shared memory: a warp's ``tcgen05.st`` reaches one lane quadrant, the MMA wants all four, so the MMA warp
+    copies the atom with ``tcgen05.cp``. Row r's four bytes lie at word ``(r % 32) * 4 + r // 32``."""
+    word = words[0] | (words[1] << 8) | (words[2] << 16) | (words[3] << 24)
+    start = shared.sf_p.iterator + tile * 512
+    target = cute.make_tensor(cute.recast_ptr(start.align(16), dtype=Int32), cute.make_layout(128))
+    target[(thread % 32) * 4 + thread // 32] = word
+    cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,0 +1,61 @@
+"""Barriers between warps, TMA and the tensor core: mbarrier waits and arrivals with the fences that tensor memory needs.
+
+Work on tensor memory (``tcgen05.mma``, ``.cp``, ``.ld``, ``.st``) that two threads order through an mbarrier needs
+``tcgen05.fence::before_thread_sync`` before the arrival and ``::after_thread_sync`` after the wait (PTX ISA, tcgen05 memory consistency).
+"""
+
+import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.cutlass_dsl import dsl_user_op
+
+
+@dsl_user_op
+def tensor_fence(when: str, *, loc=None, ip=None) -> None:
+    """``tcgen05.fence::{before,after}_thread_sync``."""
+    llvm.inline_asm(
+        None,
+        [],
+        f"tcgen05.fence::{when}_thread_sync;",
+        "",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def wait(barrier, phase) -> None:
+    """Wait until the phase of parity ``phase`` is over: for data that TMA brought, or for buffers that are free again."""
+    cute.arch.mbarrier_wait(barrier, phase)
+
+
+def wait_tensor(barrier, phase) -> None:
+    """The same, before work on tensor memory that the arrivals order."""
+    cute.arch.mbarrier_wait(barrier, phase)
+    tensor_fence("after")
+
+
+@cute.jit
+def arrive(barrier):
+    """One arrival per warp, after all its lanes got here."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def arrive_tensor(barrier):
+    """One arrival per warp, after all its lanes finished their work on tensor memory (which they have waited for)."""
+    tensor_fence("before")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def commit(barrier):
+    """Arrive when every tensor-core operation issued so far by this thread is done."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier, None, tcgen05.CtaGroup.ONE)
