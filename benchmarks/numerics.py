@@ -247,7 +247,8 @@ class Module:
         out = self.module(values, offsets)
         out.backward(dout)
         for name, p in self.module.named_parameters():
-            self.sums[name] += p.grad  # type: ignore[operator]
+            assert p.grad is not None
+            self.sums[name] += p.grad
             p.grad = None
         assert values.grad is not None
         self.seconds += time.perf_counter() - begin
@@ -407,7 +408,7 @@ def report(config: NumericsConfig, results: dict[str, Any]) -> str:
             rows.append([row + ("" if row == ROWS[0] else " grad"), *cells])
         gates = [f"gate {name}" for name in config.gates] if kind == "fp64" else []
         parts.append(format_table([title, *names, *gates, *beside], rows))
-    parts.append("The published figures are against BF16, on a batch and an initialisation that were not published in full.")
+    parts.append("The published figures are against BF16, on data that were not published in full.")
     return "\n\n".join(parts)
 
 

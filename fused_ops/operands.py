@@ -6,7 +6,7 @@ a float tensor) and the block of each MXTensor in one flat list.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ def flatten(matrix: Weight) -> Flat:
     return Flat([p.codes for p in parts], [p.scale_bytes for p in parts], [n for p in parts for n in p.block])
 
 
-def unflatten(
-    payloads: Sequence[Tensor], scales: Sequence[Tensor], blocks: Sequence[int], offsets: Tensor | None = None
-) -> Weight:
+def unflatten(payloads: Sequence[Tensor], scales: Sequence[Tensor], blocks: Sequence[int], offsets: Tensor | None = None) -> Weight:
     """Inverse of :func:`flatten`; ``offsets`` makes the MXTensors jagged."""
     if not scales:
         return payloads[0]
@@ -71,7 +69,7 @@ def check_matrix(name: str, matrix: object, columns: int | None = None, *, pair:
     Raises: ``TypeError`` for anything but a float tensor, an MXTensor or (``pair``) two MXTensors; ``ValueError`` for
     the shape.
     """
-    parts = list(matrix) if pair and isinstance(matrix, tuple) else [matrix]
+    parts: list[Any] = list(matrix) if pair and isinstance(matrix, tuple) else [matrix]
     if pair and isinstance(matrix, tuple) and len(parts) != 2:
         raise TypeError(f"{name} has {len(parts)} parts; a split weight is a pair (hi, lo) of MXTensors")
     for part in parts:

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from fused_ops.gemm_norm_backward.reference import weight_gradient
 from fused_ops.gemm_quantize.interface import projection_exponent
 from fused_ops.hadamard import hadamard_matrix, rotate_rows
 from fused_ops.operands import Weight, split_e4m3, to_float
-from fused_ops.rmsnorm_quantize.reference import inside, per_token
+from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
 from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
 from lp_fa4.ops import run_backward
@@ -66,9 +67,7 @@ def _(x):
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
-def query_heads(
-    seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None
-) -> Tensor:
+def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None) -> Tensor:
     """``RMSNorm(seeds) @ Wq^T`` as ``[Q, H, D]`` FP32, before it is quantized; differentiable.
 
     There are ``Q`` rows, once a step, so FP32 sums of BF16 operands cost nothing. With ``query_projection="e4m3"`` the forward
@@ -110,9 +109,7 @@ def _problem(
     q: MXTensor, k: MXTensor, v: MXTensor, offsets: Tensor, mean: Tensor | None, total: Tensor | None,
     q_mean: Tensor | None, config
 ) -> AttentionProblem:  # fmt: skip
-    return AttentionProblem(
-        q, k, v, offsets_k=offsets, shared_q=True, v_mean=mean, v_sum=total, q_mean=q_mean, config=config
-    )
+    return AttentionProblem(q, k, v, offsets_k=offsets, shared_q=True, v_mean=mean, v_sum=total, q_mean=q_mean, config=config)
 
 
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -182,9 +179,7 @@ def pma_attention(
     def per_head(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.reshape(batch, heads, head_dim)
 
-    problem = _problem(
-        q8, k, v.reshape_heads(heads), offsets, per_head(v_mean), per_head(v_sum), q_mean, opts.attention
-    )
+    problem = _problem(q8, k, v.reshape_heads(heads), offsets, per_head(v_mean), per_head(v_sum), q_mean, opts.attention)
     result = dispatch.module(name).forward(problem)
     out = result.out.reshape(batch, queries, dim).to(out_dtype)
     if out.data_ptr() == result.centred_out.data_ptr():  # an operator may not return one memory twice
@@ -287,9 +282,7 @@ def pma_attention_backward(
             exact = to_float(value_weight.weight)
             v_mean, v_sum = mean @ exact.t(), total @ exact.t()
         v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
-    problem = _problem(
-        q8, k8, v8.reshape_heads(heads), offsets, v_mean, v_sum, q_mean if opts.q_smoothing else None, opts.attention
-    )
+    problem = _problem(q8, k8, v8.reshape_heads(heads), offsets, v_mean, v_sum, q_mean if opts.q_smoothing else None, opts.attention)
     flat = dout.reshape(batch * queries, heads, head_dim)
     # `out` and `lse` are not read by the backward, which works from the centred output, the maximum and the sum.
     result = ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
@@ -376,7 +369,7 @@ pma_attention.register_autograd(_pma_backward, setup_context=_pma_setup)
 
 def _bounds(offsets: Tensor) -> list[tuple[int, int, int]]:
     host = offsets.tolist()
-    return [(b, *pair) for b, pair in enumerate(zip(host[:-1], host[1:], strict=True)) if pair[1] > pair[0]]
+    return [(b, *pair) for b, pair in enumerate(pairwise(host)) if pair[1] > pair[0]]
 
 
 @torch.library.custom_op("modules::jagged_attention", mutates_args=())
@@ -399,9 +392,7 @@ def _(q, k, v, offsets):
 
 
 @torch.library.custom_op("modules::jagged_attention_backward", mutates_args=())
-def jagged_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def jagged_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v at flash-attention's rounding points: operands, P and dS in their dtype, sums in FP32."""
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
     dq = torch.zeros_like(q, dtype=torch.float32).transpose(0, 1)
@@ -447,9 +438,7 @@ def _fa4_rows(rows: Tensor, k: Tensor, v: Tensor, offsets: Tensor, queries: int)
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     starts = torch.arange(offsets.shape[0], device=rows.device, dtype=torch.int32) * queries
-    out = flash_attn_varlen_func(
-        rows, k, v, cu_seqlens_q=starts, cu_seqlens_k=offsets.to(torch.int32), max_seqlen_q=queries
-    )
+    out = flash_attn_varlen_func(rows, k, v, cu_seqlens_q=starts, cu_seqlens_k=offsets.to(torch.int32), max_seqlen_q=queries)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -470,9 +459,9 @@ def fa4_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its gradients. The public function gives them only through autograd, so the forward runs again."""
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (rows, k, v)]
-        out = _fa4_rows(*leaves, offsets, queries)
-    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        rows, k, v = (t.detach().requires_grad_() for t in (rows, k, v))
+        out = _fa4_rows(rows, k, v, offsets, queries)
+    dq, dk, dv = torch.autograd.grad(out, (rows, k, v), dout)
     return dq, dk, dv
 
 
@@ -536,8 +525,8 @@ def pma_bf16(
     backend: str,
 ) -> Tensor:  # fmt: skip
     """The key/value side in BF16, plain PyTorch around one attention operator: ``[B, Q, dim]`` BF16."""
-    queries, heads, head_dim = q.shape
-    valid = inside(offsets, values.shape[0])
+    _, heads, head_dim = q.shape
+    valid = (torch.arange(values.shape[0], device=values.device) < offsets[-1])[:, None]
     # Rows past the last offset may hold anything; as zeros they reach neither a value nor a gradient.
     x = torch.where(valid, values, 0.0).to(torch.float32)
     xn = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
@@ -559,8 +548,7 @@ def check_backend(precision: str, backend: str, head_dim: int, numerics: Numeric
         raise ValueError(f"numerics.hadamard is True but the head dimension is {head_dim}; it must be a power of two")
     if numerics.attention.center_p and not numerics.center:
         raise ValueError(
-            "numerics.center is False but numerics.attention.center_p is True, which needs the sums that centring makes; "
-            "change one of them"
+            "numerics.center is False but numerics.attention.center_p is True, which needs the sums that centring makes; change one of them"
         )
 
 

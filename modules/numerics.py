@@ -59,9 +59,7 @@ class Numerics:
     @classmethod
     def post(cls, **changes: Any) -> "Numerics":
         """The conventional recipe: every operand of every product is E4M3 with one rounding, nothing is centred."""
-        choices: dict[str, Any] = dict(
-            attention=AttentionConfig.post(), center=False, key_projection="e4m3", query_projection="e4m3"
-        )
+        choices: dict[str, Any] = dict(attention=AttentionConfig.post(), center=False, key_projection="e4m3", query_projection="e4m3")
         return cls(**{**choices, **changes})
 
     @classmethod

@@ -9,6 +9,8 @@ The precision is the module's own: no ambient FP8 context, no cached FP8 copy of
 float parameters. A checkpoint moves between precisions as it is.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -66,7 +68,7 @@ class PMA(nn.Module):
         self.precision, self.backend = precision, backend
         self.numerics = Numerics.preset(numerics)
         functional.check_backend(precision, backend, self.head_dim, self.numerics)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.seed_embs = nn.Parameter(torch.empty(num_seeds, dim, **factory))
         self.query_norm = nn.RMSNorm(dim, eps=eps, **factory)
         self.kv_norm = nn.RMSNorm(dim, eps=eps, **factory)
@@ -88,7 +90,7 @@ class PMA(nn.Module):
             f"backend={self.backend!r}"
         )
 
-    def forward(self, values: object, offsets: Tensor | None = None, *, validate: bool = False) -> Tensor:
+    def forward(self, values: Any, offsets: Tensor | None = None, *, validate: bool = False) -> Tensor:
         """Pool each sequence.
 
         Args:
@@ -113,19 +115,17 @@ class PMA(nn.Module):
 
     def _pool(self, values: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
         numerics = self.numerics if self.precision == "mxfp8" else None
-        q = functional.query_heads(
-            self.seed_embs, self.query_norm.weight, self.query_proj.weight, self.num_heads, self.eps, numerics
-        )
+        q = functional.query_heads(self.seed_embs, self.query_norm.weight, self.query_proj.weight, self.num_heads, self.eps, numerics)
         w_v = None if self.value_proj is None else self.value_proj.weight
         if numerics is None:
-            return functional.pma_bf16(
-                values, offsets, q, self.kv_norm.weight, self.key_proj.weight, w_v, self.eps, self.backend
-            ).to(out_dtype)
+            return functional.pma_bf16(values, offsets, q, self.kv_norm.weight, self.key_proj.weight, w_v, self.eps, self.backend).to(
+                out_dtype
+            )
         return functional.pma_mxfp8(
             values, offsets, q, self.kv_norm.weight, self.key_proj.weight, w_v, self.eps, numerics, self.backend, out_dtype
         )
 
-    def _unpack(self, values: object, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _unpack(self, values: Any, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         if not isinstance(values, Tensor):
             if not (callable(getattr(values, "values", None)) and callable(getattr(values, "offsets", None))):
                 raise TypeError(
@@ -133,7 +133,7 @@ class PMA(nn.Module):
                 )
             if offsets is not None:
                 raise ValueError(f"offsets is given beside a {type(values).__name__}, which has its own; give one of them")
-            values, offsets = values.values(), values.offsets()  # type: ignore[attr-defined]
+            values, offsets = values.values(), values.offsets()
         if offsets is None:
             raise ValueError("offsets is None; a values tensor needs offsets [batch + 1]")
         if values.dim() != 2 or values.shape[1] != self.dim:

@@ -6,6 +6,7 @@ In float64 it is exact for our purposes; the low-precision module must agree wit
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,9 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
 
 
-def pool_sequence(
-    events: Tensor, q: Tensor, kv_norm: Tensor, key_proj: Tensor, value_proj: Tensor | None, eps: float
-) -> Tensor:
+def pool_sequence(events: Tensor, q: Tensor, kv_norm: Tensor, key_proj: Tensor, value_proj: Tensor | None, eps: float) -> Tensor:
     """One sequence ``events [K, dim]`` pooled by ``q [H, Q, D]`` to ``[Q, dim]``; zeros for no events."""
     heads, queries, head_dim = q.shape
     xn = rms_norm(events, kv_norm, eps)
@@ -38,8 +37,7 @@ def seed_queries(seeds: Tensor, query_norm: Tensor, query_proj: Tensor, heads: i
 
 def sequences(offsets: Tensor) -> Iterator[tuple[int, int]]:
     """(start, stop) of each sequence, read on the host."""
-    bounds = offsets.tolist()
-    return zip(bounds[:-1], bounds[1:], strict=True)
+    return pairwise(offsets.tolist())
 
 
 def pma(

@@ -53,16 +53,13 @@ def gemm_norm_backward_op(
         *needs,
     )
     dtypes = (x.dtype, torch.float32, torch.float32)
-    dx, dgamma, dw = (
-        x.new_empty(0, dtype=dtype) if grad is None else grad for grad, dtype in zip(grads, dtypes, strict=True)
-    )
+    dx, dgamma, dw = (x.new_empty(0, dtype=dtype) if grad is None else grad for grad, dtype in zip(grads, dtypes, strict=True))
     return dx, dgamma, dw
 
 
 @gemm_norm_backward_op.register_fake
-def _(
-    dk, dk_scale, dk_block, dv, dv_scale, dv_block, dv_mean, w_k, w_scale, w_block, x, norm_weight, rstd, xn, xn_scale, xn_block, offsets, needs
-):  # fmt: skip
+def _(dk, dk_scale, dk_block, dv, dv_scale, dv_block, dv_mean, w_k, w_scale, w_block, x, norm_weight, *rest):
+    needs = rest[-1]
     return (
         x.new_empty(x.shape if needs[0] else (0,)),
         x.new_empty(norm_weight.shape if needs[1] else (0,), dtype=torch.float32),

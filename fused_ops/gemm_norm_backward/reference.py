@@ -10,6 +10,8 @@
 Rows past ``offsets[-1]`` are not read and get 0.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def weight_gradient(dy: Matrix, x: Matrix, offsets: Tensor | None, per_sequence:
         return left.t() @ right
     bounds = offsets.tolist()
     out = left.new_zeros(len(bounds) - 1, left.shape[1], right.shape[1])
-    for b, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for b, (start, stop) in enumerate(pairwise(bounds)):
         out[b] = left[start:stop].t() @ right[start:stop]
     return out
 
@@ -72,6 +74,7 @@ def gemm_norm_backward(
     if dv_mean is not None:
         bounds = torch.tensor([0, x.shape[0]], device=x.device) if offsets is None else offsets
         dxn += per_token(dv_mean.to(torch.float32), bounds, x.shape[0])
-    xf = x.to(torch.float32) if valid is None else torch.where(valid, x.to(torch.float32), 0.0)
+    xf = _rows(x, valid)
+    rstd = rstd if valid is None else torch.where(valid[:, 0], rstd, 0.0)
     dx, dgamma = norm_backward(dxn, xf, norm_weight, rstd)
     return dx.to(x.dtype) if need_x else None, dgamma if need_norm else None, dw

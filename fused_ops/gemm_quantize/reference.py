@@ -13,9 +13,7 @@ from fused_ops.operands import Matrix, Weight, to_float
 from lp_fa4.mx import MXTensor, quantize_mx
 
 
-def gemm_quantize(
-    x: Matrix, w: Weight, block: tuple[int, int], offsets: Tensor | None, exponent: Tensor | None
-) -> MXTensor:
+def gemm_quantize(x: Matrix, w: Weight, block: tuple[int, int], offsets: Tensor | None, exponent: Tensor | None) -> MXTensor:
     """See the module's docstring: ``x [T, C]``, ``w [N, C]`` to MXTensor ``[T, N]`` with groups by ``offsets``."""
     xf = to_float(x)
     if offsets is not None and isinstance(x, Tensor):

@@ -16,9 +16,7 @@ def sf_shape(tokens: int, columns: int, offsets: Tensor | None, axis: int) -> tu
 
 
 @torch.library.custom_op("fused_ops::scatter_scales", mutates_args=())
-def scatter_scales_op(
-    scale: Tensor, block: list[int], tokens: int, columns: int, offsets: Tensor | None, axis: int
-) -> Tensor:
+def scatter_scales_op(scale: Tensor, block: list[int], tokens: int, columns: int, offsets: Tensor | None, axis: int) -> Tensor:
     """Swizzled buffer, uint8."""
     return reference.scatter_scales(scale, (block[0], block[1]), tokens, columns, offsets, axis)
 

@@ -22,9 +22,7 @@ def square_grid(scale: Tensor, block: tuple[int, int], tokens: int, columns: int
     return grid[:-1].contiguous()
 
 
-def scatter_scales(
-    scale: Tensor, block: tuple[int, int], tokens: int, columns: int, offsets: Tensor | None, axis: int
-) -> Tensor:
+def scatter_scales(scale: Tensor, block: tuple[int, int], tokens: int, columns: int, offsets: Tensor | None, axis: int) -> Tensor:
     """uint8 scale grid of any block shape to ``[row tiles, k tiles, 32, 4, 4]``; every pad is 0."""
     return scatter_sf(square_grid(scale, block, tokens, columns, offsets), tokens, columns, offsets, axis)
 

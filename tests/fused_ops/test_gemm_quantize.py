@@ -1,0 +1,128 @@
+"""GEMM + quantize: FP32 sums, amax and rounding from FP32, exact weights in two forms."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fused_ops import gemm_quantize
+from fused_ops.gemm_quantize.interface import gemm_quantize_op, projection_exponent
+from fused_ops.operands import flatten, split_e4m3
+from lp_fa4.mx import quantize_mx
+from tests.conftest import offsets_of
+from tests.fused_ops.common import assert_same_bytes, db, hostile, rows_of
+
+
+@pytest.mark.parametrize("block", [(32, 32), (32, 96), (128, 96)])
+def test_identity_weight_is_the_quantizer(block):
+    x, offsets, _ = hostile(96)
+    x8 = quantize_mx(x, (32, 32), offsets)
+    want = quantize_mx(x8.dequantize() + 0.0, block, offsets)  # a sum of products has no -0
+    assert_same_bytes(gemm_quantize(x8, torch.eye(96), block), want)
+    assert_same_bytes(gemm_quantize(x8, quantize_mx(torch.eye(96)), block), want)
+
+
+def test_amax_is_fp32():
+    """C5: 448 + 0.5 leaves the accumulator as 448.5; BF16 would round it to 448 and the byte to 127."""
+    x = torch.zeros(1, 32)
+    x[0, :2] = torch.tensor([448.0, 0.5])
+    w = torch.zeros(32, 32)
+    w[0, :2] = 1.0
+    assert gemm_quantize(x, w).scale_bytes.tolist() == [[128]]
+    x[0, 1] = 0.0
+    assert gemm_quantize(x, w).scale_bytes.tolist() == [[127]]
+
+
+def test_forms_of_the_weight():
+    """One E4M3 rounding of W costs what its 31 dB say; hi + lo and BF16 cost nothing beside the result's own rounding."""
+    x, offsets, used = hostile(256)
+    w = torch.randn(128, 256)
+    x8 = quantize_mx(x, (32, 32), offsets)
+    exact = x8.dequantize().double() @ w.double().t()
+    ratio = {
+        name: db(gemm_quantize(x8, form).dequantize()[:used], exact[:used])
+        for name, form in (("fp32", w), ("bf16", w.bfloat16()), ("pair", split_e4m3(w)), ("single", quantize_mx(w)))
+    }
+    assert ratio["fp32"] > 30
+    assert ratio["bf16"] > ratio["fp32"] - 0.1 and ratio["pair"] > ratio["fp32"] - 0.1
+    assert ratio["single"] < ratio["fp32"] - 2
+    hi, lo = split_e4m3(w)
+    assert db(hi.dequantize() + lo.dequantize(), w) > 55  # 4 + 4 significant bits and a sign
+
+
+@pytest.mark.parametrize("form", ["mx", "bf16"])
+@pytest.mark.parametrize("block", [(32, 32), (128, 64), (0, 64)])
+def test_isolation_and_tail(form, block):
+    lengths = [31, 33, 1, 32, 127, 129]
+    x, offsets, used = hostile(64, lengths=lengths)
+    w = torch.randn(64, 64)
+    exponent = 20 if block[0] == 0 else None
+
+    def run(values):
+        operand = quantize_mx(values, (32, 32), offsets) if form == "mx" else values.bfloat16()
+        return gemm_quantize(operand, w.bfloat16(), block, offsets=None if form == "mx" else offsets, exponent=exponent)
+
+    clean = run(x)
+    assert (clean.codes[used:] == 0).all()
+    for victim in range(len(lengths)):
+        for change in (1e4, torch.nan):
+            other = x.clone()
+            other[offsets[victim] : offsets[victim + 1]] *= change
+            got = run(other)
+            for b in set(range(len(lengths))) - {victim}:
+                for mine, theirs in zip(rows_of(got, b, offsets), rows_of(clean, b, offsets), strict=True):
+                    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0] * 8])
+def test_nothing(lengths):
+    x = torch.zeros(0, 64)
+    offsets = offsets_of(lengths)
+    got = gemm_quantize(quantize_mx(x, (32, 32), offsets), torch.randn(96, 64))
+    assert got.shape == (0, 96) and got.offsets is offsets
+    assert gemm_quantize(x, torch.randn(96, 64)).shape == (0, 96)
+
+
+def test_static_bound():
+    """|xn @ w_j| <= sqrt(C) |g * w_j|: attained by a row along g * w_j, so the bound is as tight as one number can be."""
+    g, w = torch.rand(64) + 0.5, torch.randn(32, 64)
+    rows = w * g
+    xn = rows / rows.square().mean(1, keepdim=True).sqrt() * g
+    exponent = projection_exponent(g, w, 32)
+    product = (xn.double() @ w.double().t()).abs()
+    assert (product <= 448 * 2.0 ** exponent.double()).all()
+    assert product.max() > 448 * 2.0 ** (exponent.double() - 1.1)
+    assert torch.equal(projection_exponent(g, w, 32, centred=True), exponent + 1)
+    got = gemm_quantize(xn, w, (0, 32), exponent=exponent)
+    assert db(got.dequantize(), xn @ w.t()) > 28
+
+
+def test_operator():
+    for tokens in (196, 257):
+        offsets = offsets_of([tokens - 90, 0, 80])
+        x, w = torch.randn(tokens, 64), torch.randn(96, 64)
+        for left in (x, x.bfloat16(), quantize_mx(x, (32, 32), offsets)):
+            for right in (w, quantize_mx(w), split_e4m3(w)):
+                opcheck(gemm_quantize_op, (*flatten(left), *flatten(right), offsets, [32, 32], None))
+        opcheck(gemm_quantize_op, (*flatten(x), *flatten(w), None, [0, 96], torch.tensor(4)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(x=torch.zeros(4, 32)), r"w has shape \[32, 64\]; its last axis must be 32"),
+        (dict(x=[1]), "x is list"),
+        (dict(x=torch.zeros(4, 64, dtype=torch.float64)), "x has dtype torch.float64"),
+        (dict(x=torch.zeros(4, 2, 64)), r"x has shape \[4, 2, 64\]"),
+        (dict(w=(torch.zeros(32, 64), torch.zeros(32, 64))), "w is Tensor; allowed is"),
+        (dict(w=(quantize_mx(torch.ones(32, 64)),)), "w has 1 parts"),
+        (dict(block=(0, 32)), "a static block"),
+        (dict(exponent=1), "exponent is 1"),
+        (dict(block=(64, 32)), r"block is \(64, 32\)"),
+        (dict(x=quantize_mx(torch.ones(4, 64)), offsets=torch.tensor([0, 4])), "x is a dense MXTensor"),
+        (dict(w=torch.zeros(32, 64, device="meta")), "w is on meta"),
+    ],
+)
+def test_errors(change, words):
+    arguments = {"x": torch.zeros(4, 64), "w": torch.zeros(32, 64), **change}
+    with pytest.raises((TypeError, ValueError), match=words):
+        gemm_quantize(**arguments)
