@@ -39,6 +39,7 @@ def mx_attention(
     v_mean: Tensor | None = None,
     v_sum: Tensor | None = None,
     q_mean: Tensor | None = None,
+    mean_scores: Tensor | None = None,
     validate: bool = False,
     return_result: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ForwardResult]:
@@ -52,8 +53,8 @@ def mx_attention(
         deterministic: for the backward; ``torch.use_deterministic_algorithms(True)`` counts as well.
         config: numeric choices, default :data:`lp_fa4.config.DEFAULT`.
         v_mean: fp32 ``[B, Hkv, D]``, what was subtracted from V, added to the output. v_sum: fp32 ``[B, Hkv, D]``, sum over keys of the
-            unrounded V that was quantized; where it is needed and not given it is taken from the payload. q_mean: what was subtracted from
-            q.
+            unrounded V that was quantized; where it is needed and not given it is taken from the payload. q_mean, mean_scores: Q
+            smoothing, see :class:`AttentionProblem`.
         validate: also check the values of the offsets (reads them on the host).
         return_result: also return the :class:`ForwardResult` that :func:`mx_attention_backward` needs.
 
@@ -62,7 +63,9 @@ def mx_attention(
 
     Raises: ``ValueError`` or ``TypeError`` naming the argument, its value and what is allowed.
     """
-    problem = _make_problem(q, k, v, offsets_k, offsets_q, shared_q, softmax_scale, causal, config, v_mean, v_sum, q_mean, validate)
+    problem = _make_problem(
+        q, k, v, offsets_k, offsets_q, shared_q, softmax_scale, causal, config, v_mean, v_sum, q_mean, mean_scores, validate
+    )
     del deterministic  # the forward always is
     out, lse, centred, row_max, row_sum = ops.attention_forward(*_arguments(problem), backend, return_result)
     if not return_result:
@@ -88,6 +91,7 @@ def mx_attention_backward(
     v_mean: Tensor | None = None,
     v_sum: Tensor | None = None,
     q_mean: Tensor | None = None,
+    mean_scores: Tensor | None = None,
     dlse: Tensor | None = None,
     needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> Gradients:
@@ -96,7 +100,9 @@ def mx_attention_backward(
     Returns: :class:`Gradients`: ``dq`` fp32 like q (summed over sequences if shared), ``dk`` and ``dv`` MXFP8 with sequence-local groups or
     bf16 by ``config.grad_format``, and ``dv_mean``, the part of dV that is the same for every key of a sequence, or None.
     """
-    problem = _make_problem(q, k, v, offsets_k, offsets_q, shared_q, softmax_scale, causal, config, v_mean, v_sum, q_mean, False)
+    problem = _make_problem(
+        q, k, v, offsets_k, offsets_q, shared_q, softmax_scale, causal, config, v_mean, v_sum, q_mean, mean_scores, False
+    )
     if list(dout.shape) != list(result.out.shape):
         raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
     centred = result.centred_out if result.centred_out is not result.out else result.out.new_empty(0)
@@ -112,7 +118,7 @@ def mx_attention_backward(
 
 
 def _make_problem(
-    q, k, v, offsets_k, offsets_q, shared_q, softmax_scale, causal, config, v_mean, v_sum, q_mean, validate
+    q, k, v, offsets_k, offsets_q, shared_q, softmax_scale, causal, config, v_mean, v_sum, q_mean, mean_scores, validate
 ) -> AttentionProblem:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, MXTensor):
@@ -135,6 +141,7 @@ def _make_problem(
         v_mean=v_mean,
         v_sum=v_sum,
         q_mean=q_mean,
+        mean_scores=mean_scores,
         config=config,
     )
     if validate:
@@ -145,7 +152,7 @@ def _make_problem(
 def _arguments(p: AttentionProblem) -> tuple:
     """A problem as operator arguments."""
     tensors = (p.q.codes, p.q.scale_bytes, p.k.codes, p.k.scale_bytes, p.v.codes, p.v.scale_bytes)
-    sums = (p.offsets_q, p.offsets_k, p.v_mean, p.v_sum, p.q_mean)
+    sums = (p.offsets_q, p.offsets_k, p.v_mean, p.v_sum, p.q_mean, p.mean_scores)
     return *tensors, *sums, ops.layout_of(p.q, p.k, p.v), p.shared_q, p.softmax_scale, p.causal, p.config.key
 
 

@@ -70,6 +70,7 @@ def _problem(
     v_mean: Optional,
     v_sum: Optional,
     q_mean: Optional,
+    mean_scores: Optional,
     layout: Sequence[int],
     shared_q: bool,
     softmax_scale: float,
@@ -88,6 +89,7 @@ def _problem(
         v_mean=v_mean,
         v_sum=v_sum,
         q_mean=q_mean,
+        mean_scores=mean_scores,
         config=AttentionConfig.from_key(config),
     )
 
@@ -112,6 +114,7 @@ def attention_forward(
     v_mean: Optional,
     v_sum: Optional,
     q_mean: Optional,
+    mean_scores: Optional,
     layout: Sequence[int],
     shared_q: bool,
     softmax_scale: float,
@@ -122,7 +125,23 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``out, lse, centred_out, row_max, row_sum`` of :class:`ForwardResult`; ``centred_out`` is empty where it equals ``out``."""
     p = _problem(
-        q, q_scale, k, k_scale, v, v_scale, offsets_q, offsets_k, v_mean, v_sum, q_mean, layout, shared_q, softmax_scale, causal, config
+        q,
+        q_scale,
+        k,
+        k_scale,
+        v,
+        v_scale,
+        offsets_q,
+        offsets_k,
+        v_mean,
+        v_sum,
+        q_mean,
+        mean_scores,
+        layout,
+        shared_q,
+        softmax_scale,
+        causal,
+        config,
     )
     name = _pick(q.device, problem_features(p, backward=backward), backend, say=True)
     result = dispatch.module(name).forward(p)
@@ -146,7 +165,26 @@ def _fake_result(q: Tensor, rows, v_mean: Optional, config: AttentionConfig) -> 
 
 
 @attention_forward.register_fake
-def _(q, q_scale, k, k_scale, v, v_scale, offsets_q, offsets_k, v_mean, v_sum, q_mean, layout, shared_q, scale, causal, config, *rest):
+def _(
+    q,
+    q_scale,
+    k,
+    k_scale,
+    v,
+    v_scale,
+    offsets_q,
+    offsets_k,
+    v_mean,
+    v_sum,
+    q_mean,
+    mean_scores,
+    layout,
+    shared_q,
+    scale,
+    causal,
+    config,
+    *rest,
+):
     batch = 1 if offsets_k is None else offsets_k.shape[0] - 1
     return _fake_result(q, batch * q.shape[0] if shared_q else q.shape[0], v_mean, AttentionConfig.from_key(config))
 
@@ -171,6 +209,7 @@ def attention_backward(
     v_mean: Optional,
     v_sum: Optional,
     q_mean: Optional,
+    mean_scores: Optional,
     layout: Sequence[int],
     shared_q: bool,
     softmax_scale: float,
@@ -182,7 +221,23 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``dq`` fp32, ``dk, dk_scale, dv, dv_scale`` (uint8, or bf16 with empty scales), ``dv_mean`` (empty if dv is complete)."""
     p = _problem(
-        q, q_scale, k, k_scale, v, v_scale, offsets_q, offsets_k, v_mean, v_sum, q_mean, layout, shared_q, softmax_scale, causal, config
+        q,
+        q_scale,
+        k,
+        k_scale,
+        v,
+        v_scale,
+        offsets_q,
+        offsets_k,
+        v_mean,
+        v_sum,
+        q_mean,
+        mean_scores,
+        layout,
+        shared_q,
+        softmax_scale,
+        causal,
+        config,
     )
     name = _pick(q.device, problem_features(p, backward=True), backend, say=False)
     centred = centred_out if _keeps_centred(v_mean, p.config) else out
@@ -237,6 +292,7 @@ def _(
     v_mean,
     v_sum,
     q_mean,
+    mean_scores,
     layout,
     shared_q,
     softmax_scale,

@@ -68,6 +68,8 @@ class AttentionProblem:
         v_sum: fp32 ``[B, Hkv, D]``, sum over keys of the unrounded centred V; needed where P is centred (``centred``).
         q_mean: fp32 ``[H, D]`` (shared_q) or ``[B, H, D]``: what was subtracted from q before quantization (Q smoothing); its scores are
             added in FP32. Reference only.
+        mean_scores: fp32 ``[H, T]``, ``q_mean . k`` of the unrounded keys, before softmax_scale; None takes the reconstructed keys, which
+            leaves their rounding in the part of the scores that is common to all queries.
         config: numeric choices.
 
     Raises: ``ValueError`` or ``TypeError`` naming argument, value and rule.
@@ -84,6 +86,7 @@ class AttentionProblem:
     v_mean: Tensor | None = None
     v_sum: Tensor | None = None
     q_mean: Tensor | None = None
+    mean_scores: Tensor | None = None
     config: AttentionConfig = DEFAULT
 
     def __post_init__(self) -> None:
@@ -155,6 +158,14 @@ class AttentionProblem:
                 raise ValueError(
                     f"q_mean is {self.q_mean.dtype} {list(self.q_mean.shape)} on {self.q_mean.device}; "
                     f"it must be torch.float32 {want} on {self.device}"
+                )
+        if self.mean_scores is not None:
+            x, want = self.mean_scores, [self.heads, self.tokens]
+            if self.q_mean is None:
+                raise ValueError("mean_scores is given but q_mean is None; they belong together (the gradient of k needs q_mean)")
+            if list(x.shape) != want or x.dtype != torch.float32 or x.device != self.device:
+                raise ValueError(
+                    f"mean_scores is {x.dtype} {list(x.shape)} on {x.device}; it must be torch.float32 {want} on {self.device}"
                 )
         if self.config.center_p and not self.causal and self.v_sum is None:
             raise ValueError(

@@ -108,7 +108,7 @@ def _gradients(
     cfg = p.config
     assert p.softmax_scale is not None
     block = (QUERY_TILE, cfg.key_tile) if cfg.ds_block is None else cfg.ds_block
-    bias = score_bias(p, span.index, k)
+    bias = score_bias(p, span, k)
     mean = None if p.q_mean is None else (p.q_mean if p.shared_q else p.q_mean[span.index])
     step = 0 if block[0] == 0 else -(-128 // block[0]) * block[0]
     exponent = _fp16_exponent(p, side, k, v, span) if cfg.dq_dtype == torch.float16 else None

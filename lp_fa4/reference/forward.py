@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lp_fa4.config import LN_2, LOG2_E, AttentionConfig
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.reference.rounding import CODE_UNIT, Chunk, chunks, codes_to_float, operand, pad_keys, scores, spans
+from lp_fa4.reference.rounding import CODE_UNIT, Chunk, Span, chunks, codes_to_float, operand, pad_keys, scores, spans
 
 
 def forward(problem: AttentionProblem) -> ForwardResult:
@@ -32,7 +32,7 @@ def forward(problem: AttentionProblem) -> ForwardResult:
         k = pad_keys(operand(p.k, span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
         v = pad_keys(operand(p.v, span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
         v_sum = p.v_sum[span.index].repeat_interleave(p.group, 0) if p.centred and p.v_sum is not None else None
-        bias = score_bias(p, span.index, k)
+        bias = score_bias(p, span, k)
         centred = torch.empty(heads, span.queries, dim, dtype=torch.float32, device=device)
         for piece in chunks(heads, span.queries, span.keys, p.causal):
             h, i = slice(piece.h0, piece.h1), slice(piece.i0, piece.i1)
@@ -59,11 +59,14 @@ def _alpha(p: AttentionProblem) -> float:
     return p.softmax_scale * LOG2_E
 
 
-def score_bias(p: AttentionProblem, sequence: int, k: Tensor) -> Tensor | None:
+def score_bias(p: AttentionProblem, span: Span, k: Tensor) -> Tensor | None:
     """Scores of ``q_mean``, FP32 ``[H, padded keys]`` in the log2 domain; ``k [H, padded keys, D]``."""
     if p.q_mean is None:
         return None
-    mean = p.q_mean if p.shared_q else p.q_mean[sequence]
+    if p.mean_scores is not None:
+        own = p.mean_scores[:, span.k0 : span.k1] * _alpha(p)
+        return torch.nn.functional.pad(own, (0, k.shape[1] - span.keys))
+    mean = p.q_mean if p.shared_q else p.q_mean[span.index]
     return torch.bmm(k, mean[:, :, None])[..., 0] * _alpha(p)
 
 
