@@ -7,7 +7,7 @@ want the device type CUDA. ``device(arch)`` is a context in which
 * the capability, the multiprocessor count and the stream are those of the emulated device,
 * every call of a compiled CuTe function hands its CPU tensors over as device tensors.
 
-Nothing is patched outside the context.
+Nothing is patched outside the context, but Quack's CUDA-only custom operators keep the CPU registration that they get.
 """
 
 from __future__ import annotations
@@ -72,6 +72,16 @@ def _calling(original: Any) -> Any:
     return call
 
 
+def _serve_cpu(namespaces: tuple[str, ...]) -> None:
+    """Let CUDA-only custom operators of ``namespaces`` accept CPU tensors: the same Python function serves both."""
+    from torch._library.custom_ops import OPDEFS
+
+    for name, definition in list(OPDEFS.items()):
+        functions = definition._backend_fns
+        if name.split("::")[0] in namespaces and "cuda" in functions and "cpu" not in functions and None not in functions:
+            definition.register_kernel("cpu")(functions["cuda"])
+
+
 @contextlib.contextmanager
 def device(arch: str) -> Iterator[None]:
     """See the module's text. ``capture.install(arch)`` is called first."""
@@ -100,4 +110,5 @@ def device(arch: str) -> Iterator[None]:
         patch(torch.cuda, "is_available", lambda: True)
         for cls in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
             patch(cls, "__call__", _calling(cls.__call__))
+        _serve_cpu(("quack",))
         yield

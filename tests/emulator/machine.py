@@ -47,6 +47,7 @@ class Cluster:
         self.memory = ClusterMemory(machine, ranks, machine.poison, machine.shared_size)
         self.barriers: dict[int, Any] = {}
         self.cluster_barrier: Any = None
+        self.pair_allocations: dict[int, Any] = {}
         self.live = machine.threads * ranks
         self.checker: Any = None
         self.ctas = [

@@ -48,6 +48,45 @@ class AllocationWait(Wait):
         return f"{self.n} free TMEM columns (allocated: {self.tmem.allocated})"
 
 
+class PairAllocation(Wait):
+    """``cta_group::2``: one warp of each CTA of the pair allocates, together."""
+
+    def __init__(self) -> None:
+        self.arrived: set[int] = set()
+        self.served: set[int] = set()
+        self.start: int | None = None
+
+    def ready(self) -> bool:
+        return len(self.arrived) == 2
+
+    def describe(self) -> str:
+        return f"tcgen05.alloc of the peer CTA (arrived: {sorted(self.arrived)})"
+
+
+def _allocate(g: Any, I: Instr, n: int) -> int | Wait:
+    """First column, in the CTA or in both CTAs of the pair, or what to wait for."""
+    if "cta_group::2" not in I.parts:
+        start = g.cta.tmem.allocate(n)
+        return AllocationWait(g.cta.tmem, n) if start is None else start
+    ctas = _pair(g, I)
+    pairs = g.cluster.pair_allocations
+    request = pairs.setdefault(ctas[0].rank, PairAllocation())
+    request.arrived.add(g.cta.rank)
+    if not request.ready():
+        return request
+    if request.start is None:
+        start = ctas[0].tmem.allocate(n)
+        if start is None:
+            return AllocationWait(ctas[0].tmem, n)
+        if ctas[1].tmem.allocate(n) != start:
+            raise EmulatorError(f"the CTAs of a pair hold different allocations; {g.where(I)}")
+        request.start = start
+    request.served.add(g.cta.rank)
+    if len(request.served) == 2:
+        del pairs[ctas[0].rank]
+    return request.start
+
+
 @op("tcgen05.alloc", aligned=True, allow=f"{_GROUP} shared::cta b32")
 def alloc(g: Any, I: Instr, m: np.ndarray) -> Wait | None:
     for w in np.unique(g.warp[m]):
@@ -57,14 +96,15 @@ def alloc(g: Any, I: Instr, m: np.ndarray) -> Wait | None:
             raise EmulatorError(f"tcgen05.alloc of {n} columns: a power of two from 32 to 512; {g.where(I)}")
         if not g.cta.tmem.permit:
             raise EmulatorError(f"tcgen05.alloc after relinquish_alloc_permit; {g.where(I)}")
-        start = g.cta.tmem.allocate(n)
-        if start is None:
-            return AllocationWait(g.cta.tmem, n)
         g.memory.check_shared_range(a, 4, lambda: g.where(I))
+        start = _allocate(g, I, n)
+        if isinstance(start, Wait):
+            return start
         if g.clock is not None:
             g.memory.checker.warp_access(g, I, np.array([a]), 4, write=True)
             g.cluster.checker.tmem_allocated(g, I, start, n)
         g.memory.words[a >> 2] = start
+        g.machine.events += 1
     return None
 
 
