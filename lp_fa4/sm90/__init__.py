@@ -2,3 +2,28 @@
 
 This module imports nothing heavy; ``cutlass`` is loaded by the first call that needs a kernel.
 """
+
+from lp_fa4.problem import AttentionProblem, ForwardResult
+
+__all__ = ["forward", "prepare", "unsupported"]
+
+
+def unsupported(features) -> str:
+    """Why these kernels cannot serve a call with ``lp_fa4.dispatch.Features``, "" if they can."""
+    from lp_fa4.sm90.forward_host import reason_against
+
+    return reason_against(features)
+
+
+def forward(problem: AttentionProblem) -> ForwardResult:
+    """Attention forward; signature and results of ``lp_fa4.reference.forward``."""
+    from lp_fa4.sm90.forward_host import forward as run
+
+    return run(problem)
+
+
+def prepare(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale):
+    """Centre and quantize ordinary tensors; see ``lp_fa4.sm90.preparation.prepare``."""
+    from lp_fa4.sm90.preparation import prepare as run
+
+    return run(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale)

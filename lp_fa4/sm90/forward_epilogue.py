@@ -50,7 +50,9 @@ def store_rows(out: cute.Tensor, tile: cute.Tensor, head: Int32, out_row: Int32,
 
 
 @cute.jit
-def stage_and_store(spec: cutlass.Constexpr, s, mma, values: cute.Tensor, out: cute.Tensor, wg: Int32, head: Int32, out_row: Int32, rows: Int32):
+def stage_and_store(
+    spec: cutlass.Constexpr, s, mma, values: cute.Tensor, out: cute.Tensor, wg: Int32, head: Int32, out_row: Int32, rows: Int32
+):
     """One warpgroup's 64 rows through its part of shared memory to global memory."""
     tid, _, _ = cute.arch.thread_idx()
     thread = tid % 128

@@ -1,8 +1,21 @@
-"""From an ``AttentionProblem`` to the Hopper forward's launches."""
+"""From an ``AttentionProblem`` to the Hopper forward's launches: work list, transposed V, attention."""
 
-from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.forward_config import ForwardSpec
-from lp_fa4.sm90.worklist import FIELDS
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, multiprocessors, symbol
+from lp_fa4.config import LOG2_E
+from lp_fa4.dispatch import Features
+from lp_fa4.mx import MXTensor
+from lp_fa4.ops import problem_features
+from lp_fa4.problem import AttentionProblem, ForwardResult
+from lp_fa4.sm90.forward_config import QUERY_TILE, ForwardSpec
+from lp_fa4.sm90.operands import MXTensorWithCopy
+
+HEAD_DIMS = (64, 128)
+_FIELDS = 8
 
 
 @kernel_cache
@@ -12,8 +25,8 @@ def _compile_forward(arch: str, spec: ForwardSpec):
     from lp_fa4.sm90.forward_kernel import Forward
 
     d = spec.head_dim
-    heads, kv_heads, batch, rows, keys = (symbol() for _ in range(5))
-    scales = fake("uint8", (symbol(), kv_heads), align=1)
+    heads, kv_heads, batch, rows = (symbol() for _ in range(4))
+    scales = [fake("uint8", (symbol(), kv_heads), align=1) for _ in range(2)]
     vectors = fake("float32", (batch, kv_heads, d), compact=True)
     out = fake("bfloat16", (rows, heads, d), compact=True)
     stats = fake("float32", (heads, rows), align=4, compact=True)
@@ -21,20 +34,171 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         arch,
         Forward(spec),
         fake("uint8", (symbol(), heads, d)),
-        fake("uint8", (keys, kv_heads, d)),
+        fake("uint8", (symbol(), kv_heads, d)),
         fake("uint8", (kv_heads, d, symbol(32)), compact=True),
         fake("uint8", (symbol(), heads), align=1),
-        scales,
-        scales,
-        vectors,
-        vectors,
+        *scales,
+        vectors if spec.centred else None,
+        vectors if spec.mean else None,
         out,
-        out,
+        out if spec.mean else None,
         stats,
         stats,
         stats,
-        fake("int32", (symbol(), FIELDS), compact=True),
+        fake("int32", (symbol(), _FIELDS), compact=True),
         fake("int32", (symbol(),), align=4),
         Float32(1.0),
         Int32(1),
     )
+
+
+def reason_against(features: Features) -> str:
+    """Why the forward cannot serve a call with these features, in words; "" if it can."""
+    config = features.config
+    if features.head_dim not in HEAD_DIMS:
+        return f"head_dim is {features.head_dim}; the Hopper kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    required: dict[str, Any] = dict(key_tile=128, two_level=True, softmax_stabilizer=False, round_p=True)
+    required["save_out_dtype"] = torch.bfloat16
+    for name, value in required.items():
+        if getattr(config, name) != value:
+            return f"config.{name} is {getattr(config, name)}; the Hopper kernels serve {value}"
+    return ""
+
+
+def _check(problem: AttentionProblem) -> None:
+    reason = reason_against(problem_features(problem, backward=False))
+    if reason:
+        raise ValueError(reason)
+    if problem.q_mean is not None:
+        raise ValueError("q_mean is given; only the reference adds its scores")
+    if problem.softmax_scale is None or not 0.0 <= problem.softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale is {problem.softmax_scale}; the Hopper kernels need a finite one of at least 0")
+
+
+def _aligned(codes: Tensor) -> Tensor:
+    """Codes that TMA can read: last stride 1, the others and the address multiples of 16 bytes. Copies if need be."""
+    strides = codes.stride()
+    if strides[-1] == 1 and all(s % 16 == 0 for s in strides[:-1]) and codes.data_ptr() % 16 == 0:
+        return codes
+    return codes.clone(memory_format=torch.contiguous_format)
+
+
+def equal_offsets(rows: int, batch: int, device: torch.device) -> Tensor:
+    """Offsets of ``batch`` equal sequences of ``rows // batch``, made on the device."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * (rows // batch)
+
+
+def token_blocks(x: MXTensor, offsets: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Aligned codes ``[T, H, D]``, scale bytes ``[rows, H]`` and tokens under a scale (0, 128 or 32).
+
+    Blocks 32 wide on a wider head are re-coded to the head's width first.
+    """
+    if x.scale.shape[-1] != 1:
+        from lp_fa4.sm90.recode import recode
+
+        x = recode(x, offsets)
+    return _aligned(x.codes), x.scale_bytes[..., 0].contiguous(), x.block[0]
+
+
+def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], mma_sum: bool) -> ForwardSpec:
+    query, key, value = blocks
+    return ForwardSpec(
+        head_dim=problem.head_dim,
+        group=problem.group,
+        causal=problem.causal,
+        centred=problem.centred,
+        mean=problem.v_mean is not None,
+        shared=problem.shared_q,
+        key_scale=key,
+        value_scale=value,
+        query_static=query == 0,
+        mma_sum=mma_sum and value == 0,
+        p_scale_log2=problem.config.p_scale_log2,
+        threshold=problem.config.rescale_threshold,
+    )
+
+
+def _outputs(problem: AttentionProblem, filled: bool) -> ForwardResult:
+    """Output tensors; ``filled`` with what rows without keys get, or uninitialised."""
+    rows, heads, device = problem.rows, problem.heads, problem.device
+    shape = (rows, heads, problem.head_dim)
+    stats = (heads, rows)
+    if not filled:
+        out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        centred = torch.empty_like(out) if problem.v_mean is not None else out
+        lse, row_max, row_sum = (torch.empty(stats, dtype=torch.float32, device=device) for _ in range(3))
+        return ForwardResult(out, lse, centred, row_max, row_sum)
+    out = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    centred = torch.zeros_like(out) if problem.v_mean is not None else out
+    lse, row_max = (torch.full(stats, -torch.inf, dtype=torch.float32, device=device) for _ in range(2))
+    return ForwardResult(out, lse, centred, row_max, torch.zeros(stats, dtype=torch.float32, device=device))
+
+
+def forward(problem: AttentionProblem, *, mma_sum: bool = True) -> ForwardResult:
+    """Attention on a Hopper GPU; see ``ForwardResult`` for shapes and domains.
+
+    Args:
+        problem: validated operands; dtypes and layouts as in ``AttentionProblem``. Where ``v`` is an ``MXTensorWithCopy``
+            its copy is used, otherwise one is made.
+        mma_sum: take the row sum from the tensor core where that is allowed (static exponents of V).
+
+    No value on the device is read by the host; everything runs on the current stream of the problem's device.
+    Raises: ``ValueError`` for what these kernels do not serve.
+    """
+    _check(problem)
+    if problem.rows == 0 or problem.heads == 0 or problem.tokens == 0 or problem.q.shape[0] == 0:
+        return _outputs(problem, filled=True)
+    from lp_fa4.sm90.transpose import transposed_copy
+    from lp_fa4.sm90.worklist import work_list
+
+    device, batch = problem.device, problem.batch
+    offsets_k = problem.offsets_k if problem.offsets_k is not None else equal_offsets(problem.tokens, batch, device)
+    offsets_q = problem.offsets_q
+    if problem.shared_q:
+        query_offsets = equal_offsets(problem.q.shape[0], 1, device)
+    elif offsets_q is None:
+        query_offsets = equal_offsets(problem.q.shape[0], batch, device)
+    else:
+        query_offsets = offsets_q
+    q, q_scale, q_block = token_blocks(problem.q, query_offsets)
+    k, k_scale, k_block = token_blocks(problem.k, offsets_k)
+    v, v_scale, v_block = token_blocks(problem.v, offsets_k)
+    vt = problem.v.transposed if isinstance(problem.v, MXTensorWithCopy) else None
+    if vt is None or problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
+        vt = transposed_copy(v, offsets_k, "accumulator")
+    spec = _spec(problem, (q_block, k_block, v_block), mma_sum)
+    records, state = work_list(
+        offsets_k,
+        offsets_q,
+        rows=problem.q.shape[0],
+        tokens=problem.tokens,
+        heads=problem.heads,
+        queries=problem.queries,
+        shared_q=problem.shared_q,
+        query_tile=QUERY_TILE,
+    )
+    result = _outputs(problem, filled=problem.queries is None)
+    ctas = min(multiprocessors(device), records.shape[0])
+    assert problem.softmax_scale is not None
+    launch(
+        _compile_forward(arch_of(device), spec),
+        device,
+        q,
+        k,
+        vt,
+        q_scale,
+        k_scale,
+        v_scale,
+        problem.v_sum if spec.centred else None,
+        problem.v_mean,
+        result.out,
+        result.centred_out if spec.mean else None,
+        result.lse,
+        result.row_max,
+        result.row_sum,
+        records,
+        state,
+        problem.softmax_scale * LOG2_E,
+        ctas,
+    )
+    return result

@@ -70,32 +70,18 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         queries, first_key, keys, split = item[4], item[5], item[6], item[7]
         kv_head = head // spec.group
         first, tiles = key_tiles(spec, row0, queries, keys, split)
-        q = cute.local_tile(
-            cute.domain_offset((first_row + row0, 0), t.q[None, None, head]), (QUERY_TILE, head_dim), (0, 0)
-        )
-        k = cute.local_tile(
-            cute.domain_offset((first_key, 0), t.k[None, None, kv_head]), (KEY_TILE, head_dim), (None, 0)
-        )
+        q = cute.local_tile(cute.domain_offset((first_row + row0, 0), t.q[None, None, head]), (QUERY_TILE, head_dim), (0, 0))
+        k = cute.local_tile(cute.domain_offset((first_key, 0), t.k[None, None, kv_head]), (KEY_TILE, head_dim), (None, 0))
         position = 32 * (first_key // 32 + b)
-        v = cute.local_tile(
-            cute.domain_offset((0, position), t.v[None, None, kv_head]), (head_dim, KEY_TILE), (0, None)
-        )
-        q_smem, q_gmem = cpasync.tma_partition(
-            t.q_atom, 0, one, cute.group_modes(s.q, 0, 2), cute.group_modes(q, 0, 2)
-        )
-        k_smem, k_gmem = cpasync.tma_partition(
-            t.k_atom, 0, one, cute.group_modes(s.k, 0, 2), cute.group_modes(k, 0, 2)
-        )
-        v_smem, v_gmem = cpasync.tma_partition(
-            t.v_atom, 0, one, cute.group_modes(values, 0, 2), cute.group_modes(v, 0, 2)
-        )
+        v = cute.local_tile(cute.domain_offset((0, position), t.v[None, None, kv_head]), (head_dim, KEY_TILE), (0, None))
+        q_smem, q_gmem = cpasync.tma_partition(t.q_atom, 0, one, cute.group_modes(s.q, 0, 2), cute.group_modes(q, 0, 2))
+        k_smem, k_gmem = cpasync.tma_partition(t.k_atom, 0, one, cute.group_modes(s.k, 0, 2), cute.group_modes(k, 0, 2))
+        v_smem, v_gmem = cpasync.tma_partition(t.v_atom, 0, one, cute.group_modes(values, 0, 2), cute.group_modes(v, 0, 2))
         cute.arch.mbarrier_wait(bars.q_empty + qi, qp)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(FIELDS):
                 items[i, qi] = item[i]
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                bars.q_full + qi, (QUERY_TILE + 4 * spec.vectors) * head_dim
-            )
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full + qi, (QUERY_TILE + 4 * spec.vectors) * head_dim)
             for i in cutlass.range_constexpr(spec.vectors):
                 source = t.vectors[i]
                 bulk_load(
@@ -142,4 +128,3 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
     with cute.arch.elect_one():
         items[0, qi] = Int32(-1)
         cute.arch.mbarrier_arrive(bars.q_full + qi)
-

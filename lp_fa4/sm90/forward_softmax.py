@@ -25,9 +25,7 @@ class RowState:
     """Registers of a thread's two rows; every member is a fragment, mutated in place."""
 
     def __init__(self):
-        self.reference, self.maximum, self.alpha, self.sum, self.mean = (
-            cute.make_rmem_tensor(2, Float32) for _ in range(5)
-        )
+        self.reference, self.maximum, self.alpha, self.sum, self.mean = (cute.make_rmem_tensor(2, Float32) for _ in range(5))
 
 
 @cute.jit
