@@ -45,23 +45,21 @@ CONSUMERS = 256
 
 
 @cute.jit
-def key_factors(spec, k_scale, v_scale, row_stride, item, n, warp):
+def key_factors(spec, k_scale, v_scale, item, n, warp):
     """(factor of K in S, factor of V in dP, factor of K in dQ, its share in the codes that meet K) of this warp's 16 keys."""
     group = warp // 2  # of 32 keys
     row = item.krow + 4 * n
-    k_byte = lambda g: Int32(k_scale[(row + g) * row_stride, item.hk])  # noqa: E731
-    inside = n * KEY_TILE + 32 * group < item.klen
     mine = group
-    if not inside:
+    if n * KEY_TILE + 32 * group >= item.klen:
         mine = Int32(0)
-    fk = scale_of_byte(k_byte(mine))
-    fv = scale_of_byte(Int32(v_scale[(row + mine) * row_stride, item.hk]))
+    fk = scale_of_byte(Int32(k_scale[0 if const_expr(spec.k_static) else row + mine, item.hk]))
+    fv = scale_of_byte(Int32(v_scale[0 if const_expr(spec.v_static) else row + mine, item.hk]))
     top, share = fk, Float32(1.0)
-    if const_expr(spec.fold):
+    if const_expr(spec.fold and not spec.k_static):
         top = Float32(0.0)
         for g in cutlass.range_constexpr(4):
             if n * KEY_TILE + 32 * g < item.klen:
-                top = cute.arch.fmax(top, scale_of_byte(k_byte(g)))
+                top = cute.arch.fmax(top, scale_of_byte(Int32(k_scale[row + g, item.hk])))
         share = fk / top
     return fk, fv, top, share
 
@@ -195,7 +193,7 @@ def agree(w, x, buffer):
 @cute.jit
 def publish(spec, w, S, codes, share, buffer, x):
     """dS codes to shared memory with keys contiguous (for dQ), this warp's scale beside them."""
-    if const_expr(spec.fold):
+    if const_expr(spec.fold and not spec.k_static):
         codes = cute.make_rmem_tensor(8, Int32)
         to_codes(S, codes, (share, share))
     units = [pick_pairs(codes[2 * (j // 2)], codes[2 * (j // 2) + 1], "5140" if j % 2 == 0 else "7362") for j in range(8)]

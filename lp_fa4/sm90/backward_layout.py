@@ -38,7 +38,7 @@ class BackwardSpec:
         long: some key tile may meet more than one chunk (more than 512 queries, or grouped heads): partial sums leave the tensor core.
         fold: exponents of q or of k differ inside a tile, so dS is coded twice.
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
-        serial: one CTA takes every key tile of a sequence and head in order (deterministic dQ of unshared queries).
+        k_static, v_static: one exponent a head instead of one per 32 keys.
         deterministic: reductions from one CTA are performed one after the other.
     """
 
@@ -50,7 +50,8 @@ class BackwardSpec:
     long: bool = False
     fold: bool = False
     mxfp8: bool = False
-    serial: bool = False
+    k_static: bool = True
+    v_static: bool = True
     deterministic: bool = False
 
     @property
@@ -76,7 +77,7 @@ class PrepassSpec:
     delta_quantized: bool
     p_scale_log2: int
     out_fp32: bool
-    zero_tail: bool
+    q_static: bool
 
 
 def rows_of(queries: int | None, total: int, batch: int, size: int) -> int:

@@ -69,7 +69,6 @@ class BackwardMain:
         dk_scale: cute.Tensor,
         dv_scale: cute.Tensor,
         scratch: cute.Tensor,
-        scale_stride: Int32,
         replicas: Int32,
         tile_rows: Int32,
         grid: Int32,
@@ -85,9 +84,8 @@ class BackwardMain:
         mmas = SimpleNamespace(s=mma(2, QUERY_TILE), g=mma(2, d, warpgroup.OperandSource.RMEM), q=mma(1, d // 2))
 
         def tma(x):
-            heads = x.shape[1]
             pointer = cute.recast_ptr(x.iterator, dtype=kind)
-            tensor = cute.make_tensor(pointer, cute.make_layout((x.shape[0], d, heads), stride=(heads * d, 1, d)))
+            tensor = cute.make_tensor(pointer, cute.make_layout((x.shape[0], d, x.shape[1]), stride=(x.stride[0], 1, x.stride[1])))
             return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layouts.k, (KEY_TILE, d))
 
         k_atom, k_tensor = tma(k)
@@ -115,7 +113,6 @@ class BackwardMain:
             address(dv_scale),
             address(scratch),
             Int32(k.shape[1]),
-            scale_stride,
             replicas,
             tile_rows,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -168,7 +165,6 @@ class BackwardMain:
         dv_scale: Int64,
         scratch: Int64,
         kv_heads: Int32,
-        scale_stride: Int32,
         replicas: Int32,
         tile_rows: Int32,
     ):
@@ -255,10 +251,10 @@ class BackwardMain:
                 strip=address(store.ds) + lane * KEY_TILE + ((own ^ (lane % 8)) << 4),
             )
             grads = SimpleNamespace(stats=stats, dq=dq, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
-            self.consume(w, items, total, k_scale, v_scale, grads, kv_heads, scale_stride, replicas, tile_rows)
+            self.consume(w, items, total, k_scale, v_scale, grads, kv_heads, replicas, tile_rows)
 
     @cute.jit
-    def consume(self, w, items, total, k_scale, v_scale, grads, kv_heads, scale_stride, replicas, tile_rows):
+    def consume(self, w, items, total, k_scale, v_scale, grads, kv_heads, replicas, tile_rows):
         """Walk the items: segments of at most 8 query tiles each, then the results of the key tile."""
         spec, bars = self.spec, w.bars
         d = spec.head_dim
@@ -282,7 +278,7 @@ class BackwardMain:
                 if segments == 0:
                     store_zeros(spec, w, item, n, kv_heads, grads)
                 else:
-                    fk, fv, top, share = key_factors(spec, k_scale, v_scale, scale_stride, item, n, w.warp)
+                    fk, fv, top, share = key_factors(spec, k_scale, v_scale, item, n, w.warp)
                     cute.arch.mbarrier_wait(bars.k_full, kphase)
                     if const_expr(spec.deterministic):
                         if w.lane == 0:  # the reductions of the key tile before are performed, not only read
@@ -374,26 +370,26 @@ class BackwardMain:
 def compile_main(arch: str, spec: BackwardSpec):
     """Compile for ``arch``. Arguments at launch, in order (all row-major and compact unless said otherwise; H = Hkv * group):
 
-    k, v: uint8 ``[T, Hkv, D]``; k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32 ``[1]``, items in use;
+    k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32 ``[1]``, items in use;
     q_tiles, do_tiles: uint8 ``[tile rows, H, 64 * D]``; stats: fp32 ``[tile rows, H, 256]``; dq: fp32 ``[tile rows, H, 64 * D]`` in
     accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]`` (unused with
-    BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: 1 or 0, whether scales have rows; dQ replicas; tile rows
-    of a replica; CTAs.
+    BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: dQ replicas, tile rows of
+    a replica, CTAs.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     rows = symbol()
     grad = fake("uint8" if spec.mxfp8 else "bfloat16", (rows, kv_heads, d), compact=True)
     grad_scale = fake("uint8", (symbol(), kv_heads, d // 32), align=1, compact=True)
-    codes = fake("uint8", (rows, kv_heads, d), compact=True)
-    scale = fake("uint8", (symbol(), kv_heads), align=1, compact=True)
+    codes = lambda: fake("uint8", (rows, kv_heads, d))  # noqa: E731
+    scale = lambda: fake("uint8", (symbol(), kv_heads), align=1, compact=True)  # noqa: E731
     images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True, align=128)  # noqa: E731
     return build(
         arch,
         BackwardMain(spec),
-        codes,
-        codes,
-        scale,
-        scale,
+        codes(),
+        codes(),
+        scale(),
+        scale(),
         fake("int32", (symbol(), ITEM_FIELDS), compact=True),
         fake("int32", (1,), align=4, compact=True),
         images("uint8", spec.tile_bytes),
@@ -405,5 +401,5 @@ def compile_main(arch: str, spec: BackwardSpec):
         grad_scale,
         grad_scale,
         fake("float32", (symbol(), 2, KEY_TILE * d), compact=True),
-        *[Int32(1)] * 4,
+        *[Int32(1)] * 3,
     )

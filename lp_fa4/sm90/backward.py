@@ -1,0 +1,210 @@
+"""Attention backward on Hopper: from an ``AttentionProblem`` and its forward's result to gradients, in three launches and a work list.
+
+``backward_prepass`` (dO8, statistics, zeros) → ``backward_main`` (dK, dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). Where this
+differs from the reference in rounding: dO has one exponent a row instead of one per 32 x 32 block (its products fold exponents into P,
+so finer ones are free); dS has one running exponent per 128-key tile for all queries of a chunk (no Hopper MMA scales blocks, and both
+axes of dS are contracted), whatever ``config.ds_block`` says. ``BACKWARD.md`` has the reasons and the measurements.
+"""
+
+import torch
+from torch import Tensor
+
+from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
+from lp_fa4.mx import MXTensor
+from lp_fa4.mx.layout import group_rows, scale_rows
+from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
+from lp_fa4.sm90.backward_items import item_capacity, work_items
+from lp_fa4.sm90.backward_layout import CHUNK, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec, PrepassSpec, rows_of
+from lp_fa4.sm90.forward_host import HEAD_DIMS, token_blocks
+
+SHARED_REPLICAS = 8
+"""Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
+
+
+def unsupported_backward(problem: AttentionProblem) -> str | None:
+    """Why this problem's backward cannot run here, in words, or None."""
+    config = problem.config
+    if problem.head_dim not in HEAD_DIMS:
+        return f"head_dim is {problem.head_dim}; the Hopper kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    if problem.q_mean is not None:
+        return "q_mean is given; only the reference adds its scores"
+    if problem.softmax_scale is None or not problem.softmax_scale >= 0.0:
+        return f"softmax_scale is {problem.softmax_scale}; the Hopper kernels need one of at least 0"
+    required: dict[str, object] = dict(dq_dtype=torch.float32, round_p=True, round_do=True, round_ds=True)
+    if config.grad_format == "mxfp8":
+        required["grad_block"] = (32, 32)
+    for name, value in required.items():
+        if getattr(config, name) != value:
+            return f"config.{name} is {getattr(config, name)}; the Hopper backward serves {value}"
+    return None
+
+
+def backward(
+    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+) -> Gradients:
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` on a Hopper GPU; see ``Gradients`` for shapes.
+
+    Args:
+        problem, result: of the forward (of this module's or the reference's: only ``centred_out``, ``row_max``, ``row_sum`` are read).
+        dout: bf16 ``[R, H, D]``. dlse: fp32 ``[H, R]`` or None.
+        deterministic: bitwise repeatable dQ (dK and dV always are). Shared queries: one dQ buffer a CTA. Others: one CTA takes all key
+            tiles of a sequence and head in order, so fewer than one (sequence, head) pair a multiprocessor leaves some idle.
+
+    Raises: ``ValueError`` for what these kernels do not serve.
+    """
+    reason = unsupported_backward(problem)
+    if reason is not None:
+        raise ValueError(reason)
+    if list(dout.shape) != list(result.out.shape):
+        raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
+    if dout.dtype != torch.bfloat16:
+        raise ValueError(f"dout has dtype {dout.dtype}; the Hopper backward takes torch.bfloat16")
+    p, config, device = problem, problem.config, problem.device
+    mxfp8 = config.grad_format == "mxfp8"
+    if p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0:
+        return _empty(p, mxfp8)
+    from lp_fa4.sm90.backward_main import compile_main
+    from lp_fa4.sm90.backward_postpass import compile_postpass
+    from lp_fa4.sm90.backward_prepass import compile_prepass
+
+    arch, d, heads, kv_heads, batch, queries = arch_of(device), p.head_dim, p.heads, p.kv_heads, p.batch, p.queries
+    offsets_k = p.offsets_k if p.offsets_k is not None else torch.arange(2, dtype=torch.int32, device=device) * p.tokens
+    if queries is None:
+        assert p.offsets_q is not None
+        offsets_q = p.offsets_q.to(offsets_k.dtype)
+    else:
+        offsets_q = torch.arange(batch + 1, dtype=offsets_k.dtype, device=device) * (0 if p.shared_q else queries)
+    one_set = torch.arange(2, dtype=offsets_k.dtype, device=device) * p.q.shape[0]
+    q, q_scale, q_block = token_blocks(p.q, one_set if p.shared_q else offsets_q)
+    k, k_scale, k_block = token_blocks(p.k, offsets_k)
+    v, v_scale, v_block = token_blocks(p.v, offsets_k)
+    longest = p.rows if queries is None else queries
+    serial = deterministic and not p.shared_q
+    spec = BackwardSpec(
+        head_dim=d,
+        group=p.group,
+        causal=p.causal,
+        centred=p.centred_backward,
+        shared=p.shared_q,
+        long=p.group > 1 or longest > CHUNK,
+        fold=q_block != 0 or k_block == 32,
+        mxfp8=mxfp8,
+        k_static=k_block == 0,
+        v_static=v_block == 0,
+        deterministic=deterministic,
+    )
+    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial)
+    ctas = min(multiprocessors(device), item_capacity(p.tokens, batch, serial) * kv_heads)
+    tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
+    dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
+    replicas = 1 if not p.shared_q else ctas if deterministic else min(SHARED_REPLICAS, ctas)
+    empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
+    do_tiles = empty(torch.uint8, tile_rows, heads, spec.tile_bytes)
+    q_tiles = empty(torch.uint8, dq_rows, heads, spec.tile_bytes)
+    stats = empty(torch.float32, tile_rows, heads, STAT_FLOATS)
+    sums = empty(torch.float32, rows_of(queries, p.rows, batch, CHUNK), heads, d)
+    partial = empty(torch.float32, replicas * dq_rows, heads, spec.dq_tile)
+    dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
+    groups = group_rows(p.tokens, batch) if mxfp8 else 1
+    scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
+    scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
+    dq = empty(torch.float32, *p.q.shape)
+    dv_mean = empty(torch.float32, batch, kv_heads, d) if spec.centred else None
+    prepass = PrepassSpec(
+        head_dim=d,
+        shared=p.shared_q,
+        jagged=queries is None,
+        centred=spec.centred,
+        fold_l=config.fold_l_into_do,
+        delta_quantized=config.delta_from == "quantized",
+        p_scale_log2=config.p_scale_backward_log2,
+        out_fp32=result.centred_out.dtype == torch.float32,
+        q_static=q_block == 0,
+    )
+    launch(
+        compile_prepass(arch, prepass, dtype_name(offsets_k), dlse is not None),
+        device,
+        _aligned_rows(dout),
+        _aligned_rows(result.centred_out),
+        result.row_max,
+        result.row_sum,
+        dlse,
+        q,
+        q_scale,
+        offsets_q,
+        offsets_k,
+        do_tiles,
+        q_tiles,
+        stats,
+        sums,
+        partial.view(-1),
+        dk.view(torch.uint8).flatten(1),
+        dv.view(torch.uint8).flatten(1),
+        queries or 0,
+        p.softmax_scale,
+    )
+    launch(
+        compile_main(arch, spec),
+        device,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        items,
+        total,
+        q_tiles,
+        do_tiles,
+        stats,
+        partial,
+        dk,
+        dv,
+        *scales,
+        scratch,
+        replicas,
+        dq_rows,
+        ctas,
+    )
+    launch(
+        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, dtype_name(offsets_k)),
+        device,
+        partial.view(-1),
+        dq,
+        offsets_q,
+        offsets_k,
+        sums,
+        dv_mean,
+        p.q.shape[0] if p.shared_q else queries or 0,
+        dq_rows,
+        replicas,
+    )
+    if mxfp8:
+        return Gradients(dq, *(_wrap(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
+    return Gradients(dq, dk, dv, dv_mean)
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """Rows that vector loads can read: last stride 1, other strides and the address multiples of 16 bytes. Copies if need be."""
+    step = 16 // x.element_size()
+    if x.stride(-1) == 1 and all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _wrap(codes: Tensor, scale: Tensor, p: AttentionProblem) -> MXTensor:
+    rows = scale_rows(p.tokens, p.offsets_k)
+    return MXTensor.from_bytes(codes, scale[:rows], (32, 32), p.offsets_k, 0)
+
+
+def _empty(p: AttentionProblem, mxfp8: bool) -> Gradients:
+    """Gradients of a problem without queries or without keys: zeros."""
+    zeros = lambda kind, shape: torch.zeros(shape, dtype=kind, device=p.device)  # noqa: E731
+    dq = zeros(torch.float32, p.q.shape)
+    dv_mean = zeros(torch.float32, (p.batch, p.kv_heads, p.head_dim)) if p.centred_backward else None
+    if not mxfp8:
+        return Gradients(dq, zeros(torch.bfloat16, p.k.shape), zeros(torch.bfloat16, p.k.shape), dv_mean)
+    groups = group_rows(p.tokens, p.batch)
+    parts = []
+    for _ in range(2):
+        scale = zeros(torch.uint8, (groups, p.kv_heads, -(-p.head_dim // 32)))
+        parts.append(_wrap(zeros(torch.uint8, p.k.shape), scale, p))
+    return Gradients(dq, parts[0], parts[1], dv_mean)

@@ -1,0 +1,63 @@
+"""Work items of the backward's main kernel, made on the device: no value is read by the host.
+
+An item is one key tile of one sequence (or, ``serial``, all key tiles of a sequence); the kernel takes each once per key/value head. Where
+items differ in cost (jagged queries, causal masks, whole sequences) they are sorted, longest first, in a stable order, so that the list
+is the same from run to run; elsewhere they are equal and stay in memory order.
+"""
+
+import torch
+from torch import Tensor
+
+from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE
+
+
+def item_capacity(tokens: int, batch: int, serial: bool) -> int:
+    """Upper bound of the number of items, from shapes alone."""
+    return batch if serial else tokens // KEY_TILE + batch
+
+
+def work_items(
+    offsets_k: Tensor, offsets_q: Tensor | None, *, queries: int | None, tokens: int, causal: bool, serial: bool
+) -> tuple[Tensor, Tensor]:
+    """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and their number, int32 ``[1]``.
+
+    Args:
+        offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same, or None with ``queries`` a sequence. tokens: rows of k.
+    """
+    batch, device = offsets_k.shape[0] - 1, offsets_k.device
+    capacity = item_capacity(tokens, batch, serial)
+    start = offsets_k[:-1].to(torch.int32)
+    length = offsets_k[1:].to(torch.int32) - start
+    index = torch.arange(batch, dtype=torch.int32, device=device)
+    if queries is None:
+        assert offsets_q is not None
+        first_query = offsets_q[:-1].to(torch.int32)
+        rows = offsets_q[1:].to(torch.int32) - first_query
+        tile_row = first_query // QUERY_TILE + index
+    else:
+        rows = torch.full_like(start, queries)
+        tile_row = index * -(-queries // QUERY_TILE)
+    tiles = (length + (KEY_TILE - 1)) // KEY_TILE
+    scale_row = start // 32 + index
+    if serial:
+        fields = torch.stack([index, torch.zeros_like(index), tiles, start, length, tile_row, rows, scale_row], 1)
+        cost = tiles.to(torch.int64) * rows
+        order = torch.argsort(cost, descending=True, stable=True)
+        return fields[order].contiguous(), torch.full((1,), batch, dtype=torch.int32, device=device)
+    ends = torch.cumsum(tiles, 0, dtype=torch.int64)
+    item = torch.arange(capacity, dtype=torch.int64, device=device)
+    owner = torch.searchsorted(ends, item, right=True).clamp(max=batch - 1)
+    tile = (item - (ends - tiles)[owner]).to(torch.int32)
+    per_sequence = torch.stack([index, start, length, tile_row, rows, scale_row], 1)[owner]
+    fields = torch.empty(capacity, ITEM_FIELDS, dtype=torch.int32, device=device)
+    fields[:, 0], fields[:, 1], fields[:, 2] = per_sequence[:, 0], tile, tile + 1
+    fields[:, 3:] = per_sequence[:, 1:]
+    total = ends[-1:].to(torch.int32)
+    if queries is None or causal:
+        cost = (per_sequence[:, 4] + (QUERY_TILE - 1)) // QUERY_TILE
+        if causal:
+            hidden = tile * KEY_TILE - per_sequence[:, 2] + per_sequence[:, 4]
+            cost = (cost - hidden.clamp(min=0) // QUERY_TILE).clamp(min=0)
+        cost = torch.where(item < total, cost, -1)  # unused entries last
+        fields = fields[torch.argsort(cost, descending=True, stable=True)]
+    return fields.contiguous(), total

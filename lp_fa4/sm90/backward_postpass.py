@@ -1,0 +1,147 @@
+"""After the backward's main kernel: dQ from accumulator order to rows (summed over replicas), and the mean part of dV."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from lp_fa4.common.sequence import find_sequence
+from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.sm90.backward_layout import CHUNK, QUERY_TILE
+from lp_fa4.sm90.backward_ops import effect
+
+THREADS = 256
+
+
+class Postpass:
+    """One CTA per query tile and head, then one per sequence and key/value head."""
+
+    def __init__(self, head_dim: int, group: int, jagged: bool, shared: bool, centred: bool):
+        self.head_dim, self.group, self.jagged, self.shared, self.centred = head_dim, group, jagged, shared, centred
+
+    @cute.jit
+    def __call__(
+        self,
+        partial: cute.Tensor,
+        dq: cute.Tensor,
+        offsets_q: cute.Tensor,
+        offsets_k: cute.Tensor,
+        sums: cute.Tensor,
+        dv_mean: cute.Tensor | None,
+        queries: Int32,
+        tile_rows: Int32,
+        replicas: Int32,
+        stream,
+    ):
+        grid = tile_rows * Int32(dq.shape[1])
+        if const_expr(self.centred):
+            grid = grid + Int32(dv_mean.shape[0]) * Int32(dv_mean.shape[1])
+        self.kernel(partial, dq, offsets_q, offsets_k, sums, dv_mean, queries, tile_rows, replicas).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        partial: cute.Tensor,
+        dq: cute.Tensor,
+        offsets_q: cute.Tensor,
+        offsets_k: cute.Tensor,
+        sums: cute.Tensor,
+        dv_mean: cute.Tensor | None,
+        queries: Int32,
+        tile_rows: Int32,
+        replicas: Int32,
+    ):
+        bid, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        heads = Int32(dq.shape[1])
+        batch = Int32(offsets_k.shape[0]) - 1
+        if bid < tile_rows * heads:
+            tile_row, head = bid // heads, bid % heads
+            per = (queries + (QUERY_TILE - 1)) // QUERY_TILE
+            if const_expr(self.jagged):
+                b = find_sequence(offsets_q, batch, tile_row, QUERY_TILE)
+                start = Int32(offsets_q[b])
+                tile = tile_row - (start // QUERY_TILE + b)
+                left = Int32(offsets_q[b + 1]) - start - QUERY_TILE * tile
+            else:
+                start, tile = tile_row // per * queries, tile_row % per
+                left = queries - QUERY_TILE * tile
+            self.rows(partial, dq, tile_row, head, start + QUERY_TILE * tile, left, tile_rows, replicas)
+        elif const_expr(self.centred):
+            self.mean(offsets_q, offsets_k, sums, dv_mean, bid - tile_rows * heads, queries)
+        if const_expr(self.jagged):  # rows of dq past the last sequence
+            for row in cutlass.range(Int32(offsets_q[batch]) + bid, Int32(dq.shape[0]), grid, unroll=1):
+                for i in cutlass.range(tid, heads * self.head_dim, THREADS, unroll=1):
+                    dq[row, i // self.head_dim, i % self.head_dim] = Float32(0.0)
+
+    @cute.jit
+    def rows(self, partial, dq, tile_row, head, first, left, tile_rows, replicas):
+        """One tile: 16-byte pieces hold columns (2t, 2t+1) of rows g and g + 8; eight warps' shares follow each other."""
+        d = self.head_dim
+        tid, _, _ = cute.arch.thread_idx()
+        heads = Int64(dq.shape[1])
+        size = QUERY_TILE * d * 4
+        source = partial.iterator.toint() + (Int64(tile_row) * heads + head) * size
+        step = Int64(tile_rows) * heads * size
+        for p in cutlass.range_constexpr(QUERY_TILE * d // 4 // THREADS):
+            piece = tid + THREADS * p
+            four = cute.make_rmem_tensor(4, Float32)
+            four.fill(0.0)
+            for r in cutlass.range(replicas, unroll=4):
+                pointer = cute.make_ptr(Float32, source + Int64(r) * step + 16 * piece, cute.AddressSpace.gmem, assumed_align=16)
+                more = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), more)
+                for i in cutlass.range_constexpr(4):
+                    four[i] = four[i] + more[i]
+            warp, rest = piece // (2 * d), piece % (2 * d)
+            j, lane = rest // 32, rest % 32
+            row = 16 * (warp % 4) + lane // 4
+            column = d // 2 * (warp // 4) + 8 * j + 2 * (lane % 4)
+            for r in cutlass.range_constexpr(2):
+                if row + 8 * r < left:
+                    at = dq.iterator + cute.crd2idx((first + row + 8 * r, head, column), dq.layout)
+                    effect([at.toint(), four[2 * r], four[2 * r + 1]], "st.global.v2.f32 [$0], {$1, $2};", "l,f,f")
+
+    @cute.jit
+    def mean(self, offsets_q, offsets_k, sums, dv_mean, index, queries):
+        """w = (1 / K) sum_q dO, summed over the query heads of a key/value head; 0 for a sequence without keys."""
+        tid, _, _ = cute.arch.thread_idx()
+        kv_heads = Int32(dv_mean.shape[1])
+        b, hk = index // kv_heads, index % kv_heads
+        keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
+        chunks = (queries + (CHUNK - 1)) // CHUNK
+        first = b * chunks
+        if const_expr(self.jagged):
+            start = Int32(offsets_q[b])
+            chunks = (Int32(offsets_q[b + 1]) - start + (CHUNK - 1)) // CHUNK
+            first = start // CHUNK + b
+        if tid < self.head_dim:
+            total = Float32(0.0)
+            if keys > 0:
+                for i in cutlass.range(chunks * self.group, unroll=1):
+                    total = total + sums[first + i // self.group, hk * self.group + i % self.group, tid]
+                total = total / Float32(keys)
+            dv_mean[b, hk, tid] = total
+
+
+@kernel_cache
+def compile_postpass(arch: str, head_dim: int, group: int, jagged: bool, shared: bool, centred: bool, offsets_dtype: str):
+    """Compile for ``arch``. Arguments: partial sums of dQ (fp32, flat, replicas after one another); dq: fp32 ``[N, H, D]``; offsets_q (read
+    if jagged), offsets_k; column sums of dO; dv_mean: fp32 ``[B, Hkv, D]`` or None; queries (if not jagged); tile rows; replicas."""
+    heads = symbol()
+    offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
+    return build(
+        arch,
+        Postpass(head_dim, group, jagged, shared, centred),
+        fake("float32", (symbol(),), align=16),
+        fake("float32", (symbol(), heads, head_dim), compact=True),
+        offsets(),
+        offsets(),
+        fake("float32", (symbol(), heads, head_dim), compact=True),
+        fake("float32", (symbol(), symbol(), head_dim), compact=True) if centred else None,
+        Int32(1),
+        Int32(1),
+        Int32(1),
+    )

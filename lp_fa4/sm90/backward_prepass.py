@@ -1,0 +1,356 @@
+"""What the backward's main kernel needs of the query side, in one launch: codes of dO and Q as tile images, per-query statistics, zeros.
+
+One CTA takes a chunk (512 queries of one sequence and head) in two passes over dO. The first finds each row's absolute maximum and the
+column sums of dO; the second writes::
+
+    dO8 = E4M3(dO / l * 2^-e)          e: exponent of the row (smallest with no clipping), e_ref: largest of the chunk
+    a   = s + e - e_ref - m            so that exp2(S + a) is P * 2^(s + e - e_ref): the exponent of dO rides in P; s = p_scale_log2
+    b   = -rowsum(dO8 * Oc)            in units of the codes (or from dO before rounding)
+    c   = (l / K) * 2^(s + e - e_ref)  what is subtracted from P in dV, 0 unless centred
+
+A row that does not exist or sees no key gets codes 0 and a = -inf. A row with a NaN or infinity becomes NaN codes: seen, not hidden.
+Tile images are the bytes of a 64 x D tile as shared memory wants them, swizzle included, so that plain bulk copies bring them.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inverse_of_byte, log2, scale_of_byte
+from lp_fa4.common.sequence import find_sequence
+from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.sm90.backward_layout import CHUNK, CHUNK_TILES, QUERY_TILE, STAT_A, STAT_B, STAT_C, STAT_DK, STAT_DQ, STAT_DV
+from lp_fa4.sm90.backward_layout import STAT_FLOATS, STAT_Q0, STAT_S0, PrepassSpec
+from lp_fa4.sm90.backward_ops import effect
+
+THREADS = 256
+
+
+class Prepass:
+    """``spec``: compile-time choices. Launch arguments: :func:`compile_prepass`."""
+
+    def __init__(self, spec: PrepassSpec):
+        self.spec = spec
+        self.lanes = spec.head_dim // 8  # threads of a row, eight columns each
+        self.rows = THREADS // self.lanes  # rows at once
+
+    @cute.jit
+    def __call__(
+        self,
+        dout: cute.Tensor,
+        out: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        dlse: cute.Tensor | None,
+        q: cute.Tensor,
+        q_scale: cute.Tensor,
+        offsets_q: cute.Tensor,
+        offsets_k: cute.Tensor,
+        do_tiles: cute.Tensor,
+        q_tiles: cute.Tensor,
+        stats: cute.Tensor,
+        sums: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        queries: Int32,
+        softmax_scale: Float32,
+        stream,
+    ):
+        grid = Int32(sums.shape[0]) * Int32(dout.shape[1])
+        self.kernel(
+            dout, out, row_max, row_sum, dlse, q, q_scale, offsets_q, offsets_k, do_tiles, q_tiles, stats, sums, dq, dk, dv, queries, softmax_scale
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        dout: cute.Tensor,
+        out: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        dlse: cute.Tensor | None,
+        q: cute.Tensor,
+        q_scale: cute.Tensor,
+        offsets_q: cute.Tensor,
+        offsets_k: cute.Tensor,
+        do_tiles: cute.Tensor,
+        q_tiles: cute.Tensor,
+        stats: cute.Tensor,
+        sums: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        queries: Int32,
+        softmax_scale: Float32,
+    ):
+        spec = self.spec
+        bid, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        heads = Int32(dout.shape[1])
+        batch = Int32(offsets_k.shape[0]) - 1
+        chunk_row, head = bid // heads, bid % heads
+        per = (queries + (CHUNK - 1)) // CHUNK
+        if const_expr(spec.jagged):
+            b = find_sequence(offsets_q, batch, chunk_row, CHUNK)
+            start = Int32(offsets_q[b])
+            length = Int32(offsets_q[b + 1]) - start
+            chunk = chunk_row - (start // CHUNK + b)
+            tile_row = start // QUERY_TILE + b
+        else:
+            b = chunk_row // per
+            start, length, chunk = b * queries, queries, chunk_row % per
+            tile_row = b * ((queries + (QUERY_TILE - 1)) // QUERY_TILE)
+        left = cutlass.min(length - CHUNK * chunk, Int32(CHUNK))  # rows of this chunk; the tile rule leaves rows that own nothing
+        self.zero(dq, dk, dv, offsets_k, batch)
+        smem = cutlass.utils.SmemAllocator()
+        row_bytes = smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
+        column_sums = smem.allocate_tensor(Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16)
+        peaks = smem.allocate_tensor(Int32, cute.make_layout(8), byte_alignment=16)
+        if left > 0:
+            first = start + CHUNK * chunk
+            self.measure(dout, row_sum, sums, head, first, left, chunk_row, row_bytes, column_sums, peaks)
+            top = peaks[0]
+            for i in cutlass.range_constexpr(1, 8):
+                top = cutlass.max(top, peaks[i])
+            reference = Int32(127) if top == 0 else top
+            keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
+            tiles = (left + (QUERY_TILE - 1)) // QUERY_TILE
+            tile_row = tile_row + CHUNK_TILES * chunk
+            self.encode(dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys)
+            scale_row = start // 32 + b
+            if const_expr(spec.shared):
+                scale_row = Int32(0)
+            self.headers(q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale)
+            if const_expr(spec.shared):
+                if b == 0:
+                    self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk)
+            else:
+                self.copy_queries(q, q_tiles, head, first, left, tiles, tile_row)
+
+    @cute.jit
+    def zero(self, dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, offsets_k: cute.Tensor, batch: Int32):
+        """Zero the dQ sums, and the rows of dK and dV past the last sequence."""
+        bid, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        zero = "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}"
+        base = dq.iterator.toint()
+        pieces = Int32(dq.shape[0]) // 4
+        for i in cutlass.range(bid * THREADS + tid, pieces, grid * THREADS, unroll=4):
+            effect([base + Int64(i) * 16], zero, "l")
+        end, width = Int32(offsets_k[batch]), Int32(dk.shape[1])  # bytes a row, a multiple of 16
+        dk_base, dv_base = dk.iterator.toint(), dv.iterator.toint()
+        for row in cutlass.range(end + bid, Int32(dk.shape[0]), grid, unroll=1):
+            for i in cutlass.range(tid, width // 16, THREADS, unroll=1):
+                offset = Int64(row) * width + 16 * i
+                effect([dk_base + offset], zero, "l")
+                effect([dv_base + offset], zero, "l")
+
+    @cute.jit
+    def row_values(self, x: cute.Tensor, row: Int32, head: Int32):
+        """This thread's eight columns of a BF16 or FP32 row as FP32."""
+        tid, _, _ = cute.arch.thread_idx()
+        at = x.iterator + cute.crd2idx((row, head, 8 * (tid % self.lanes)), x.layout)
+        pointer = cute.make_ptr(x.element_type, at.toint(), cute.AddressSpace.gmem, assumed_align=16)
+        values = cute.make_rmem_tensor(8, x.element_type)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), values)
+        wide = cute.make_rmem_tensor(8, Float32)
+        for i in cutlass.range_constexpr(8):
+            wide[i] = Float32(values[i])
+        return wide
+
+    def inverse_sum(self, total):
+        """Factor on dO: 1 / l, or 1."""
+        return Float32(1.0) / total if self.spec.fold_l else Float32(1.0)
+
+    @cute.jit
+    def measure(self, dout, row_sum, sums, head, first, left, chunk_row, row_bytes, column_sums, peaks):
+        """First pass: exponent bytes of the rows (0: nothing to scale, 255: not finite), the chunk's largest, column sums of dO."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        total = cute.make_rmem_tensor(8, Float32)
+        total.fill(0.0)
+        top = Int32(0)
+        for base in cutlass.range(0, left, self.rows, unroll=2):  # whole warps go round together: they shuffle
+            r = base + tid // self.lanes
+            peak, sum_l = Int32(0), Float32(0.0)
+            if r < left:
+                x = self.row_values(dout, first + r, head)
+                sum_l = row_sum[head, first + r]
+                for i in cutlass.range_constexpr(8):
+                    total[i] = total[i] + x[i]
+                    peak = cutlass.max(peak, bits_of(x[i]) & 0x7FFFFFFF)
+            for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
+                peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << i))
+            byte = Int32(255)
+            if peak < 0x7F800000:
+                byte = Int32(0)
+                if sum_l > 0.0 and peak > 0:
+                    byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * self.inverse_sum(sum_l))), 1)
+                top = cutlass.max(top, byte)
+            if r < left and tid % self.lanes == 0:
+                row_bytes[r] = byte
+        for i in cutlass.range_constexpr(8):
+            column_sums[tid // self.lanes, 8 * (tid % self.lanes) + i] = total[i]
+        for i in cutlass.range_constexpr(5):
+            top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+        if tid % 32 == 0:
+            peaks[tid // 32] = top
+        cute.arch.sync_threads()
+        if tid < spec.head_dim:
+            whole = Float32(0.0)
+            for i in cutlass.range_constexpr(self.rows):
+                whole = whole + column_sums[i, tid]
+            sums[chunk_row, head, tid] = whole
+
+    def place(self, tile_base, row):
+        """Byte address of this thread's eight codes of ``row`` in consecutive tile images of one head (stride ``tile_base[1]``)."""
+        base, stride = tile_base
+        tid, _, _ = cute.arch.thread_idx()
+        lane, r = tid % self.lanes, row % QUERY_TILE
+        chunk = (lane // 2) ^ (r % 8 if self.spec.head_dim == 128 else (r // 2) % 4)
+        return base + Int64(row // QUERY_TILE) * stride + r * self.spec.head_dim + 16 * chunk + 8 * (lane % 2)
+
+    def images(self, tensor, tile_row, head, size: int):
+        """Address of the first image of a head and the distance to the next tile's, in bytes."""
+        heads = Int64(tensor.shape[1])
+        return tensor.iterator.toint() + (Int64(tile_row) * heads + head) * size, heads * size
+
+    @cute.jit
+    def encode(self, dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys):
+        """Second pass: dO8 and the statistics of each row."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        image = self.images(do_tiles, tile_row, head, QUERY_TILE * spec.head_dim)
+        stat, stat_step = self.images(stats, tile_row, head, 4 * STAT_FLOATS)
+        for r in cutlass.range(tid // self.lanes, QUERY_TILE * tiles, self.rows, unroll=1):
+            total, m = Float32(0.0), Float32(0.0)
+            if r < left:
+                total, m = row_sum[head, first + r], row_max[head, first + r]
+            low, high, delta, e, factor = Int32(0), Int32(0), Float32(0.0), reference, Float32(0.0)
+            if total > 0.0:
+                byte = row_bytes[r]
+                if byte > 0 and byte < 255:
+                    e = byte
+                factor = self.inverse_sum(total) * inverse_of_byte(e)
+                if byte == 255:
+                    factor = Float32(math.nan)
+                x, o = self.row_values(dout, first + r, head), self.row_values(out, first + r, head)
+                codes = cute.make_rmem_tensor(2, Int32)
+                for i in cutlass.range_constexpr(2):
+                    four = [x[4 * i + j] * factor for j in range(4)]
+                    codes[i] = e4m3x4(*four)
+                    if const_expr(spec.delta_quantized):
+                        four = code_values(codes[i])
+                    for j in cutlass.range_constexpr(4):
+                        delta = delta + four[j] * o[4 * i + j]
+                low, high = codes[0], codes[1]
+            for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
+                delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
+            a, c = Float32(-math.inf), Float32(0.0)
+            if total > 0.0:
+                if const_expr(dlse is not None):
+                    delta = delta - dlse[head, first + r] * factor
+                shift = Float32(e - reference) + float(spec.p_scale_log2)
+                a = shift - m
+                if const_expr(not spec.fold_l):
+                    a = a - log2(total)
+                if const_expr(spec.centred):
+                    c = total / Float32(keys) * exp2(shift)
+            effect([self.place(image, r), low, high], "st.global.v2.b32 [$0], {$1, $2};", "l,r,r")
+            if tid % self.lanes == 0:
+                at = stat + Int64(r // QUERY_TILE) * stat_step + 4 * (r % QUERY_TILE)
+                effect([at + 4 * STAT_A, a], "st.global.f32 [$0], $1;", "l,f")
+                effect([at + 4 * STAT_B, -delta], "st.global.f32 [$0], $1;", "l,f")
+                effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
+
+    @cute.jit
+    def headers(self, q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale):
+        """Factors of each tile: one thread a tile."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        stat, step = self.images(stats, tile_row, head, 4 * STAT_FLOATS)
+        if tid < tiles:
+            top = Int32(q_scale[0, head])
+            if const_expr(not spec.q_static):
+                top = Int32(0)
+                for g in cutlass.range((left + 31) // 32, unroll=1):
+                    byte = Int32(q_scale[scale_row + CHUNK // 32 * chunk + g, head])
+                    if byte < 255:
+                        top = cutlass.max(top, byte)
+            at = stat + Int64(tid) * step
+            unit = scale_of_byte(reference) * 2.0 ** -spec.p_scale_log2
+            for half in cutlass.range_constexpr(2):
+                byte = top
+                if const_expr(not spec.q_static):
+                    if QUERY_TILE * tid + 32 * half < left:
+                        byte = Int32(q_scale[scale_row + CHUNK // 32 * chunk + 2 * tid + half, head])
+                factor = scale_of_byte(byte)
+                effect([at + 4 * (STAT_S0 + half), factor * (softmax_scale * math.log2(math.e))], "st.global.f32 [$0], $1;", "l,f")
+                share = exp2(Float32(byte - top))
+                effect([at + 4 * (STAT_Q0 + half), share], "st.global.f32 [$0], $1;", "l,f")
+            effect([at + 4 * STAT_DQ, unit * softmax_scale], "st.global.f32 [$0], $1;", "l,f")
+            effect([at + 4 * STAT_DV, unit], "st.global.f32 [$0], $1;", "l,f")
+            effect([at + 4 * STAT_DK, unit * softmax_scale * scale_of_byte(top)], "st.global.f32 [$0], $1;", "l,f")
+
+    @cute.jit
+    def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row):
+        """Q codes as tile images."""
+        tid, _, _ = cute.arch.thread_idx()
+        image = self.images(q_tiles, tile_row, head, QUERY_TILE * self.spec.head_dim)
+        for r in cutlass.range(tid // self.lanes, QUERY_TILE * tiles, self.rows, unroll=2):
+            words = cute.make_rmem_tensor(2, Int32)
+            words.fill(0)
+            if r < left:
+                at = q.iterator + cute.crd2idx((first + r, head, 8 * (tid % self.lanes)), q.layout)
+                pointer = cute.make_ptr(Int32, at.toint(), cute.AddressSpace.gmem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), words)
+            effect([self.place(image, r), words[0], words[1]], "st.global.v2.b32 [$0], {$1, $2};", "l,r,r")
+
+
+def code_values(word):
+    """Four E4M3 codes to FP32."""
+    from lp_fa4.common.numbers import e4m3x4_to_float
+
+    return e4m3x4_to_float(word)
+
+
+@kernel_cache
+def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: bool):
+    """Compile for ``arch``. Arguments at launch, in order:
+
+    dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; q: uint8
+    ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main
+    kernel's; sums: fp32 ``[chunk rows, H, D]``, column sums of dO; dq: fp32, flat, to be zeroed; dk, dv: uint8 ``[T, bytes]``, to be
+    zeroed past the last sequence; queries per sequence (if not jagged); softmax scale.
+    """
+    heads, rows, d = symbol(), symbol(), spec.head_dim
+    images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True, align=128)  # noqa: E731
+    per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
+    offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
+    grad = lambda: fake("uint8", (symbol(), symbol(16)), compact=True)  # noqa: E731
+    return build(
+        arch,
+        Prepass(spec),
+        fake("bfloat16", (rows, heads, d)),
+        fake("float32" if spec.out_fp32 else "bfloat16", (rows, heads, d)),
+        per_row(),
+        per_row(),
+        per_row() if has_dlse else None,
+        fake("uint8", (symbol(), heads, d)),
+        fake("uint8", (symbol(), heads), align=1),
+        offsets(),
+        offsets(),
+        images("uint8", QUERY_TILE * d),
+        images("uint8", QUERY_TILE * d),
+        images("float32", STAT_FLOATS),
+        fake("float32", (symbol(), heads, d), compact=True),
+        fake("float32", (symbol(),), align=16),
+        grad(),
+        grad(),
+        Int32(1),
+        Float32(1.0),
+    )
