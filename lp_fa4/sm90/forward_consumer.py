@@ -155,7 +155,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
             mask_scores(scores, column, limit0 - start_key, limit1 - start_key)
         online_softmax(spec, scores, state, scale, exponents, True, keys)
         to_codes(scores, codes)
-        if const_expr(spec.centred):
+        if const_expr(spec.centred):  # noqa: SIM102 (the outer one is resolved at compile time)
             if start_key + KEY_TILE > lowest:
                 mask_codes(codes, column, limit0 - start_key)
         for n in cutlass.range(1, tiles, unroll=1):
@@ -187,7 +187,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
             cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             release(bars.v_empty + vi)
             to_codes(scores, codes)
-            if const_expr(spec.centred):
+            if const_expr(spec.centred):  # noqa: SIM102
                 if masked:
                     mask_codes(codes, column, limit0 - start_key)
             add_partial(spec, total, partial, before)

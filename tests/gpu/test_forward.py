@@ -1,0 +1,277 @@
+"""The Hopper forward on a GPU against FP64, the reference, and itself."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lp_fa4 import sm90
+from tests.gpu.problems import DEVICE, Case, check, exact, poison, relative
+
+pytestmark = pytest.mark.gpu
+
+HOSTILE = (0, 1, 31, 32, 33, 0, 127, 128, 129, 300, 1000, 0)
+
+
+def run(problem, **kwargs):
+    """Forward on dirty memory."""
+    from lp_fa4.sm90.forward_host import forward
+
+    poison()
+    return forward(problem, **kwargs)
+
+
+CASES = {
+    "module": Case(HOSTILE, queries=512, heads=3, kv_heads=3),
+    "module, int64 and slack": Case(HOSTILE, queries=130, slack=77, dtype=torch.int64),
+    "one query": Case(HOSTILE, queries=1),
+    "three queries, not shared": Case(HOSTILE, queries=3, shared=False),
+    "jagged queries": Case(HOSTILE, queries=(5, 0, 1, 129, 128, 127, 33, 200, 64, 7, 300, 2), shared=False, slack=9),
+    "uncentred": Case(HOSTILE, queries=128, centred=False),
+    "centred, no mean": Case(HOSTILE, queries=64, mean=False),
+    "head 64": Case(HOSTILE, queries=128, dim=64),
+    "groups of 128": Case(HOSTILE, queries=200, block=(128, 128), shared=False),
+    "groups of 32": Case(HOSTILE, queries=200, block=(32, 128), shared=False),
+    "groups of 32, head 64": Case(HOSTILE, queries=70, block=(32, 64), dim=64),
+    "square": Case(HOSTILE, queries=96, block=(32, 32)),
+    "square, head 64": Case(HOSTILE, queries=96, block=(32, 32), dim=64, shared=False),
+    "grouped heads": Case(HOSTILE, queries=128, heads=16, kv_heads=4, block=(128, 128), shared=False),
+    "causal": Case((300, 128, 513, 1, 1000), queries=(300, 128, 513, 1, 1000), shared=False, causal=True, block=(128, 128)),
+    "causal, fewer keys": Case((0, 5, 130, 257), queries=(40, 200, 140, 300), shared=False, causal=True),
+    "causal, fewer queries, head 64": Case((200, 1000, 385), queries=(40, 200, 128), shared=False, causal=True, dim=64, block=(32, 64)),
+    "long": Case((16384, 3000), queries=128),
+    "long, sharp": Case((8192, 40), queries=128, block=(128, 128), score_std=4.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error(name):
+    problem = CASES[name].make()
+    result = run(problem)
+    print(name, check(problem, result))
+    torch.cuda.synchronize()
+
+
+def test_fp32_row_sum():
+    problem = CASES["module"].make(1)
+    check(problem, run(problem, mma_sum=False), lse_tolerance=5e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+@pytest.mark.parametrize("block", [(128, 128), (32, 128), (32, 32)])
+def test_scales_per_sequence(scale, block):
+    def edit(q, k, v, offsets):
+        for b in range(0, len(offsets) - 1, 2):
+            v[offsets[b] : offsets[b + 1]] *= scale
+            k[offsets[b] : offsets[b + 1]] *= min(scale, 3.0)
+
+    problem = Case(HOSTILE, queries=33, block=block).make(2, edit)
+    result = run(problem)
+    check(problem, result)
+    truth, _ = exact(problem)
+    for b in range(len(HOSTILE)):  # each sequence by itself: a global norm would hide the small ones
+        if HOSTILE[b]:
+            rows = slice(33 * b, 33 * (b + 1))
+            assert relative(result.out[rows], truth[rows]) < 0.05
+
+
+@pytest.mark.parametrize("block", ["static", (128, 128), (32, 128)])
+def test_magnitudes_within_a_sequence(block):
+    """Blocks of V of very different size, one of zeros; rows that attend to small or zero V keep their weights."""
+
+    def edit(q, k, v, offsets):
+        v[32:64] *= 2.0**-14 if block != "static" else 0.5
+        v[128:256] = 0.0
+        v[256:384] *= 2.0**-9 if block != "static" else 0.25
+        k[128:160] += 0.5 * q[0].mean(0)
+
+    problem = Case((520,), queries=128, block=block, mean=False, centred=False).make(3, edit)
+    check(problem, run(problem))
+    problem = Case((520,), queries=128, block=block, mean=False).make(3, edit)
+    check(problem, run(problem))
+
+
+def test_rising_maximum():
+    """Keys sorted so that every tile raises the row maximum by just under, and just over, the threshold."""
+    for step in (1.7, 1.8, 6.0):
+
+        def edit(q, k, v, offsets, step=step):
+            q[:] = 0.01 * q
+            q[..., 0] = 4.0
+            tile = torch.arange(4096, device=DEVICE) // 128
+            k[..., 0] = (tile * step * 0.6931 * 128**0.5 / 4.0)[:, None] / 16
+
+        problem = Case((4096,), queries=128, block=(32, 128), centred=False).make(4, edit)
+        check(problem, run(problem))
+        problem = Case((4096,), queries=128, block=(128, 128)).make(4, edit)
+        check(problem, run(problem))
+
+
+def test_negative_scores():
+    """Every score far below zero: the integer maximum must not be trusted."""
+
+    def edit(q, k, v, offsets):
+        q[:] = q.abs()
+        k[:] = -k.abs()
+
+    problem = Case(HOSTILE, queries=64).make(5, edit)
+    check(problem, run(problem))
+
+
+def test_uniform_attention_over_131072_keys():
+    """V with mean 1: single-level accumulation in the tensor core is 72% off here."""
+
+    def edit(q, k, v, offsets):
+        q[:] *= 0.05
+        v[:] = torch.randn_like(v) + 1.0
+
+    for centred in (True, False):
+        problem = Case((131072,), queries=128, heads=1, kv_heads=1, centred=centred, mean=False).make(6, edit)
+        result = run(problem)
+        truth, _ = exact(problem)
+        bias = float((result.out.double() * truth).sum() / (truth * truth).sum()) - 1.0
+        print("bias", centred, bias)
+        assert abs(bias) < 1e-3
+
+
+@pytest.mark.parametrize("block", ["static", (128, 128), (32, 32)])
+def test_isolation(block):
+    """One sequence full of NaN, or 10^4 times as large, leaves every other bit-identical; its own rows are NaN."""
+    base = Case((31, 33, 1, 32, 127, 129, 200), queries=40, block=block)
+    clean = run(base.make(7))
+
+    def spoil(value):
+        def edit(q, k, v, offsets):
+            for x in (k, v):
+                x[offsets[3] : offsets[4]] *= value
+
+        return edit
+
+    for value in (torch.nan, 1e4 if block != "static" else 0.5):
+        result = run(base.make(7, spoil(value)))
+        for b in range(7):
+            rows = slice(40 * b, 40 * (b + 1))
+            if b != 3:
+                assert torch.equal(result.out[rows], clean.out[rows]), f"sequence {b} changed by {value}"
+                assert torch.equal(result.lse[:, rows], clean.lse[:, rows])
+            elif value != value:
+                assert bool(result.out[rows].isnan().all())
+
+
+def test_permutation_and_alone():
+    """A sequence's result does not depend on its place or its batch mates."""
+    case = Case((300, 5, 128, 700, 33), queries=100, block="static", mean=False, centred=False)
+    problem = case.make(8)
+    whole = run(problem)
+    offsets = problem.offsets_k.tolist()
+    for b in (3, 0, 4):
+        part = slice(offsets[b], offsets[b + 1])
+        k, v = (
+            dataclasses.replace(
+                x, payload=x.payload[part].clone(), offsets=torch.tensor([0, part.stop - part.start], dtype=torch.int32, device=DEVICE)
+            )
+            for x in (problem.k, problem.v)
+        )
+        alone = run(dataclasses.replace(problem, k=k, v=v, offsets_k=k.offsets))
+        assert torch.equal(alone.out, whole.out[100 * b : 100 * (b + 1)])
+        assert torch.equal(alone.lse, whole.lse[:, 100 * b : 100 * (b + 1)])
+
+
+def test_repeats_bitwise():
+    problem = CASES["module"].make(9)
+    first = run(problem)
+    for _ in range(20):
+        again = sm90.forward(problem)
+        for x, y in zip(first, again, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_seventy_thousand_sequences():
+    lengths = torch.randint(0, 4, (70000,), generator=torch.Generator().manual_seed(0)).tolist()
+    problem = Case(tuple(lengths), queries=1, heads=1, kv_heads=1, dim=64).make(10)
+    result = run(problem)
+    torch.cuda.synchronize()
+    q, k, v = (x.dequantize() for x in (problem.q, problem.k, problem.v))
+    from tests.gpu.problems import row_sequences
+
+    seq = row_sequences(problem.offsets_k, problem.tokens)
+    v = v + problem.v_mean[seq]
+    p = torch.exp((k[:, 0] * q[0, 0]).sum(-1) / 8.0)
+    total = torch.zeros(70000, device=DEVICE).index_add_(0, seq, p)
+    out = torch.zeros(70000, 64, device=DEVICE).index_add_(0, seq, p[:, None] * v[:, 0]) / total.clamp(min=1e-30)[:, None]
+    assert relative(result.out[:, 0], out.double()) < 0.05
+    assert bool((result.out[torch.tensor(lengths, device=DEVICE) == 0] == 0).all())
+
+
+def test_strided_operands():
+    """K and V as halves of one tensor."""
+    problem = CASES["one query"].make(11)
+    both = torch.cat([problem.k.codes, problem.v.codes], dim=1)
+    k = dataclasses.replace(problem.k, payload=both[:, :2].view(torch.float8_e4m3fn))
+    v = dataclasses.replace(problem.v, payload=both[:, 2:].view(torch.float8_e4m3fn))
+    plain, strided = run(problem), run(dataclasses.replace(problem, k=k, v=v))
+    assert torch.equal(plain.out, strided.out)
+
+
+def test_empty_batches():
+    for case in (Case((), queries=5), Case((0, 0), queries=5)):
+        result = run(case.make(12))
+        assert bool((result.out == 0).all()) and bool(torch.isneginf(result.lse).all())
+
+
+def test_side_stream_and_graph():
+    """The current stream is read at every launch, and a captured graph replays with other data and lengths."""
+    problem = CASES["module"].make(13)
+    expected = run(problem)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        k = dataclasses.replace(problem.k, payload=problem.k.codes.clone().view(torch.float8_e4m3fn))
+        result = sm90.forward(dataclasses.replace(problem, k=k))
+    stream.synchronize()
+    assert torch.equal(result.out, expected.out)
+    offsets = problem.offsets_k.clone()
+    captured = dataclasses.replace(
+        problem, offsets_k=offsets, k=dataclasses.replace(problem.k, offsets=offsets), v=dataclasses.replace(problem.v, offsets=offsets)
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = sm90.forward(captured)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(inside.out, expected.out)
+    offsets.copy_(torch.tensor([0, *[10] * 11, 300], device=DEVICE))
+    graph.replay()
+    torch.cuda.synchronize()
+    eager = sm90.forward(captured)
+    assert torch.equal(inside.out, eager.out)
+
+
+def test_no_host_read():
+    problem = CASES["groups of 128"].make(14)
+    sm90.forward(problem)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sm90.forward(problem)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_one_compilation_for_all_shapes():
+    from lp_fa4.compile import compile_count
+
+    sm90.forward(Case((5, 9), queries=7).make(15))
+    before = compile_count()
+    for i in range(10):
+        sm90.forward(Case((11 * i, 3, 200 + i), queries=1 + 13 * i, slack=i).make(i))
+    assert compile_count() == before
+
+
+def test_refusals():
+    problem = Case((40,), queries=4).make(16)
+    with pytest.raises(ValueError, match="softmax_scale"):
+        sm90.forward(dataclasses.replace(problem, softmax_scale=-1.0))
+    with pytest.raises(ValueError, match="key_tile"):
+        sm90.forward(dataclasses.replace(problem, config=problem.config.with_(key_tile=64)))
