@@ -9,7 +9,7 @@ from typing import Any
 
 from . import capture, hostpatch, schedule
 from .capture import Launch
-from .errors import EmulatorError
+from .errors import EmulatorError, RaceError
 from .machine import DEFAULT_STEP_LIMIT, Machine
 from .ptx import parse
 from .registry import load_engines
@@ -70,21 +70,28 @@ def run(
     chosen: Schedule | None = None,
     *,
     check: bool = False,
+    waivers: Any = None,
+    collect: bool = False,
     poison: bool = True,
     step_limit: int = DEFAULT_STEP_LIMIT,
     fidelity: Any = None,
 ) -> Machine:
     """Execute one launch; returns the finished machine.
 
+    Args:
+        check: run the race checker; gangs are one warp wide then.
+        waivers: what the checker lets pass for this kernel (``check.Waivers``).
+        collect: leave the checker's reports in ``machine.reports`` instead of raising.
+
     Raises:
-        EmulatorError: with the schedule that led to it appended.
+        EmulatorError: with the schedule that led to it appended; ``RaceError`` if the checker reports anything.
     """
     chosen = chosen or Schedule()
     make_checker = None
     if check:
         from .check import Checker
 
-        make_checker = Checker
+        make_checker = functools.partial(Checker, waivers=waivers)
     machine = Machine(
         launch,
         extents,
@@ -102,6 +109,9 @@ def run(
     except EmulatorError as error:
         error.add_note(f"kernel {launch.name[:80]}, schedule {chosen}")
         raise
+    if machine.reports and not collect:
+        text = "\n".join(str(r) for r in machine.reports[:8])
+        raise RaceError(f"{len(machine.reports)} reports, kernel {launch.name[:80]}, schedule {chosen}\n{text}")
     return machine
 
 

@@ -40,8 +40,8 @@ class GenerationWait(Wait):
 def arrive(g: Any, b: Generation, n: int, total: int, release: bool) -> bool:
     """Count ``n`` arrivals; True when that completed the generation."""
     b.arrived += n
-    if release and g.clock is not None:
-        b.clock = g.clock.release(b.clock)
+    if g.clock is not None:
+        b.clock = g.clock.release(b.clock) if release else g.clock.release_relaxed(b.clock)
     if b.arrived > total:
         raise BarrierError(f"{b.name}: {b.arrived} arrivals, {total} expected")
     if b.arrived < total:

@@ -1,0 +1,577 @@
+"""The race checker: happens-before by vector clocks, whatever order the run happened to take.
+
+*Agents* are the warps and every asynchronous actor: per mbarrier the copies that complete on it, per thread its bulk
+groups, per warp its ``tcgen05.ld``s and ``st``s and the tensor-core queue it feeds. Each has a clock component; an access
+is stamped (agent, epoch). An access may follow an earlier conflicting one only if the later one's clock has reached that
+stamp. Clocks grow through exactly these edges:
+
+* mbarrier: arrivals (release) → completion of the phase → a successful wait (acquire); copies contribute their own
+  writes with their transaction bytes, ``tcgen05.commit`` everything before it on its queue;
+* ``bar``/``barrier`` and the cluster barrier; ``.relaxed`` arrivals carry only what an earlier fence published;
+* bulk groups: ``wait_group`` (also ``.read``: shared memory may be reused); ``tcgen05.wait::ld`` / ``::st``;
+* program order within a warp, and issue order from a warp to what it issues; the tensor-core queue is in order.
+
+Clocks have two rows. Row 0 is happens-before. Row 1 is what of it a *proxy fence* has carried over to the async proxy:
+``fence.proxy.async`` sets row 1 to row 0, and both travel along every edge, so the fence may stand anywhere on the path.
+An asynchronous access to shared memory must find generic writes in row 1.
+
+Shadow state: last writer, and last read per reading agent, for each 4-byte word of shared memory (finer than the 16
+bytes a bank group would need, so that neighbouring words of different warps do not alarm) and for each
+(lane quadrant, column) of tensor memory. Reads of words that nothing has written are reported too.
+
+Values read early: registers that a ``tcgen05.ld`` fills are tainted until ``wait::ld``. Packing moves pass the taint on;
+any other use is reported.
+
+Granularity is the warp: lanes of one warp are never reported against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .codegen import SIZE_OF_TYPE
+from .errors import EmulatorError
+from .memory import CTA_SHIFT, TensorMemory
+from .numerics import i32
+from .ptx import Instr, Mem, Not, Pair, Reg, TensorMem, Vec
+
+MAX_REPORTS = 200
+_WORD_SHIFT = CTA_SHIFT - 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """One race (or use of what is not there): what, where, the two accesses, the edge that is missing."""
+
+    kind: str
+    place: str
+    first: str
+    second: str
+    missing: str
+    lines: tuple[int, int]
+
+    def __str__(self) -> str:
+        before = f"\n  earlier: {self.first}" if self.first else ""
+        return f"{self.kind} at {self.place}{before}\n  now:     {self.second}\n  missing: {self.missing}"
+
+
+@dataclass(frozen=True)
+class Waivers:
+    """Known omissions of a kernel, by name; each needs a reason where it is used.
+
+    Attributes:
+        implicit_wait_ld: ``tcgen05.ld`` counts as complete at once (flash-attn-4's forward has no ``wait::ld``: the
+            hardware's register scoreboard does that for the registers, and the later store depends on them).
+        uninitialised: reads of never-written shared or tensor memory are not reported.
+    """
+
+    implicit_wait_ld: bool = False
+    uninitialised: bool = False
+
+
+class Shadow:
+    """Last writer and last reads of a flat array of cells."""
+
+    def __init__(self, cells: int) -> None:
+        self.cells = cells
+        self.agent = np.zeros(cells, np.int16)
+        self.epoch = np.zeros(cells, i32)
+        self.asynchronous = np.zeros(cells, np.bool_)
+        self.site = np.zeros(cells, i32)
+        #: reading agent → epoch and site per cell
+        self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.last_read: dict[int, int] = {}
+
+    def reader(self, agent: int) -> tuple[np.ndarray, np.ndarray]:
+        found = self.reads.get(agent)
+        if found is None:
+            found = self.reads[agent] = (np.zeros(self.cells, i32), np.zeros(self.cells, i32))
+            self.last_read[agent] = 0
+        return found
+
+
+class Token:
+    """An asynchronous operation: its agent and epoch, the clock it was issued with."""
+
+    __slots__ = ("agent", "barrier", "epoch", "gang", "in_order", "instr", "site", "vc")
+
+    def __init__(self, agent: int, epoch: int, vc: np.ndarray, gang: Any, instr: Instr, site: int, in_order: bool) -> None:
+        self.agent, self.epoch, self.vc, self.gang, self.instr = agent, epoch, vc, gang, instr
+        self.site, self.in_order = site, in_order
+        self.barrier = 0
+
+
+class Clock:
+    """Clock and taint of one warp."""
+
+    def __init__(self, checker: Checker, gang: Any) -> None:
+        self.checker, self.gang = checker, gang
+        self.agent = checker.new_agent(("warp", gang.cta.rank, gang.first_warp))
+        self.vc = np.zeros((2, checker.capacity), i32)
+        self.vc[:, self.agent] = (1, 0)
+        self.published: np.ndarray | None = None
+        self.tainted: dict[tuple[Any, int], Instr] = {}
+
+    def release(self, into: np.ndarray | None) -> np.ndarray:
+        """Publish this warp's past into an edge; later accesses belong to a new epoch."""
+        out = self.vc.copy() if into is None else np.maximum(into, self.vc)
+        self.vc[0, self.agent] += 1
+        return out
+
+    def release_relaxed(self, into: np.ndarray | None) -> np.ndarray | None:
+        if self.published is None:
+            return into
+        return self.published if into is None else np.maximum(into, self.published)
+
+    def acquire(self, other: np.ndarray | None) -> None:
+        if other is not None:
+            own = self.vc[0, self.agent]
+            np.maximum(self.vc, other, out=self.vc)
+            self.vc[0, self.agent] = own
+
+    def fence(self, g: Any, I: Instr) -> None:
+        parts = I.parts
+        if "proxy" in parts:
+            if "tensormap::generic" in parts:
+                self.checker.tensormap_fence(g, I)
+            elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and not ("global" in parts):
+                np.maximum(self.vc[1], self.vc[0], out=self.vc[1])
+                self.vc[0, self.agent] += 1
+            return
+        self.published = self.vc.copy()
+        self.vc[0, self.agent] += 1
+
+    def taint_step(self, g: Any, unit: Any, mask: np.ndarray) -> None:
+        """Follow tainted registers through the unit that is about to run."""
+        key = (unit.index, frozenset(self.tainted))
+        cached = self.checker.taint_cache.get(key)
+        if cached is None:
+            cached = self.checker.taint_cache[key] = _follow(unit.instrs, set(self.tainted))
+        uses, after = cached
+        for I, reg, origin in uses:
+            source = self.tainted.get(origin)
+            self.checker.report(
+                "value read early",
+                f"register {reg}",
+                source.where() if source is not None else "",
+                g.where(I),
+                "tcgen05.wait::ld between the load and this use",
+                (source.index if source else -1, I.index),
+            )
+        if after is not None:
+            instrs = self.tainted
+            self.tainted = {r: instrs[o] for r, o in after.items() if o in instrs}
+
+
+def _registers(a: Any) -> list[Reg]:
+    if isinstance(a, Reg):
+        return [a]
+    if isinstance(a, (Vec, Pair, TensorMem)):
+        return [r for x in a.items for r in _registers(x)]
+    if isinstance(a, Mem):
+        return _registers(a.base)
+    if isinstance(a, Not):
+        return _registers(a.operand)
+    return []
+
+
+#: straight-line opcodes whose first operand is not a destination
+_NO_DESTINATION = {"st", "fence", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pragma", "discard"}
+
+
+def _follow(instrs: list[Instr], tainted: set[Any]) -> tuple[list[Any], dict[Any, Any] | None]:
+    """Uses of tainted registers in a unit, and the taint after it as {register: register it came from}."""
+    from .registry import OPS, find
+
+    state = {r: r for r in tainted}
+    uses: list[Any] = []
+    for I in instrs:
+        base = I.parts[0]
+        if base in ("bra", "ret", "exit"):
+            writes = False
+        elif I.op.replace("::", ".").startswith("tcgen05.wait"):
+            return uses, state
+        elif base in ("mov", "cvt", "ld", "setp") or base in _NO_DESTINATION:
+            writes = base not in _NO_DESTINATION
+        else:
+            try:
+                writes = find(I).writes
+            except EmulatorError:
+                writes = True
+        sources = I.args[1:] if writes else I.args
+        read = [r for a in sources for r in _registers(a)]
+        if writes and isinstance(I.args[0], Mem):
+            read += _registers(I.args[0])
+        if I.guard is not None:
+            read.append(I.guard)
+        touched = [(r.cls, r.idx) for r in read if (r.cls, r.idx) in state]
+        written = [(r.cls, r.idx) for r in _registers(I.args[0])] if writes and I.args else []
+        if touched and base == "mov":  # packing or unpacking: not a use, the value is only renamed
+            for w in written:
+                state[w] = state[touched[0]]
+            continue
+        uses += [(I, r, state[(r.cls, r.idx)]) for r in read if (r.cls, r.idx) in state]
+        if I.guard is None:
+            for w in written:
+                state.pop(w, None)
+        if uses and touched:  # one report per origin is enough
+            for t in touched:
+                state.pop(t, None)
+    _ = OPS
+    return uses, state
+
+
+class _Queue:
+    """The tensor-core queue fed by one warp."""
+
+    def __init__(self, agent: int, capacity: int) -> None:
+        self.agent, self.epoch = agent, 1
+        self.vc = np.zeros((2, capacity), i32)
+
+
+class Checker:
+    """Shadow state and clocks of one cluster."""
+
+    def __init__(self, cluster: Any, waivers: Waivers | None = None) -> None:
+        machine = cluster.machine
+        if machine.width != 32:
+            raise EmulatorError(f"the race checker needs gangs of one warp, got width {machine.width}")
+        self.cluster, self.machine = cluster, machine
+        self.waivers = waivers or Waivers()
+        ranks = len(cluster.ctas)
+        self.capacity = len(cluster.gangs) * 5 + 160 * ranks
+        self.names: list[Any] = []
+        self.keys: dict[Any, int] = {}
+        self.words_per_rank = cluster.memory.shared_size // 4 + 1
+        self.shared = Shadow(self.words_per_rank * ranks)
+        self.tmem = Shadow(4 * TensorMemory.COLUMNS * ranks)
+        self.is_barrier = np.zeros(self.words_per_rank * ranks, np.bool_)
+        self.barrier_origin: dict[int, tuple[int, int, int]] = {}
+        self.sites: list[tuple[Any, Instr]] = []
+        self.site_keys: dict[tuple[int, int], int] = {}
+        self.sequence: dict[int, int] = {}
+        self.queues: dict[int, _Queue] = {}
+        self.taint_cache: dict[Any, Any] = machine.compiled.__dict__.setdefault("taint_cache", {})
+        self.seen: set[Any] = set()
+        self.tensormaps: dict[int, Any] = machine.__dict__.setdefault("tensormap_writes", {})
+        self.new_agent("nobody")
+        for g in cluster.gangs:
+            g.clock = Clock(self, g)
+
+    # --- agents ------------------------------------------------------------------------------------------------------
+    def new_agent(self, key: Any) -> int:
+        found = self.keys.get(key)
+        if found is None:
+            found = self.keys[key] = len(self.names)
+            self.names.append(key)
+            if found >= self.capacity:
+                raise EmulatorError(f"race checker: more than {self.capacity} agents")
+        return found
+
+    def site(self, g: Any, I: Instr) -> int:
+        key = (g.clock.agent, I.index)
+        found = self.site_keys.get(key)
+        if found is None:
+            found = self.site_keys[key] = len(self.sites)
+            self.sites.append((g, I))
+        return found
+
+    # --- reports -----------------------------------------------------------------------------------------------------
+    def report(self, kind: str, place: str, first: str, second: str, missing: str, lines: tuple[int, int]) -> None:
+        key = (kind, lines)
+        if key in self.seen or len(self.machine.reports) >= MAX_REPORTS:
+            return
+        self.seen.add(key)
+        self.machine.reports.append(Report(kind, place, first, second, missing, lines))
+
+    def _race(self, kind: str, space: str, cell: int, agent: int, site: int, g: Any, I: Instr, proxy: bool) -> None:
+        first_g, first_I = self.sites[site]
+        if space == "shared":
+            rank, word = divmod(cell, self.words_per_rank)
+            place = f"shared {rank << CTA_SHIFT | word << 2:#x}"
+        else:
+            rank, rest = divmod(cell, 4 * TensorMemory.COLUMNS)
+            place = f"TMEM of CTA {rank}, lane quadrant {rest // TensorMemory.COLUMNS}, column {rest % TensorMemory.COLUMNS}"
+        name = self.names[agent]
+        what = name[0]
+        if proxy:
+            missing = "fence.proxy.async between the generic write and the asynchronous access"
+        elif what == "ld":
+            missing = f"tcgen05.wait::ld of warp {name[2]} of CTA {name[1]}, then an edge to here"
+        elif what == "st":
+            missing = f"tcgen05.wait::st of warp {name[2]} of CTA {name[1]}, then an edge to here"
+        elif what == "mbarrier":
+            missing = f"a wait on mbarrier {name[1]:#x} (the copy completes there), then an edge to here"
+        elif what == "bulk":
+            missing = f"cp.async.bulk.wait_group in warp {name[2]} of CTA {name[1]}, then an edge to here"
+        elif what == "tensor":
+            missing = "tcgen05.commit after it, a wait on that mbarrier, and an edge to here"
+        else:
+            missing = f"a barrier from warp {name[2]} of CTA {name[1]} to here"
+        self.report(kind, place, first_g.where(first_I), g.where(I), missing, (first_I.index, I.index))
+
+    # --- the check ---------------------------------------------------------------------------------------------------
+    def _access(
+        self, shadow: Shadow, space: str, idx: Any, vc: np.ndarray, agent: int, epoch: int, in_order: bool,
+        asynchronous: bool, g: Any, I: Instr, site: int, write: bool,
+    ) -> None:  # fmt: skip
+        """Check an access of cells ``idx`` (an index array or a slice) against the shadow, then record it."""
+        agents, epochs = shadow.agent[idx], shadow.epoch[idx]
+        known = vc[0][agents]
+        if asynchronous and space == "shared":
+            visible = np.where(shadow.asynchronous[idx], known, vc[1][agents])
+            bad = visible < epochs
+        else:
+            bad = known < epochs
+        if in_order:
+            bad &= agents != agent
+        if bad.any():
+            i = int(np.argmax(bad))
+            cell = self._cell(idx, i)
+            unordered = int(known[i]) < int(epochs[i])
+            kind = ("write after write" if write else "read after write") if unordered else "missing proxy fence"
+            self._race(kind, space, cell, int(agents[i]), int(shadow.site[cell]), g, I, not unordered)
+        if write:
+            for r, last in shadow.last_read.items():
+                if last <= vc[0][r] or (in_order and r == agent):
+                    continue
+                read_epochs, read_sites = shadow.reads[r]
+                late = read_epochs[idx] > vc[0][r]
+                if late.any():
+                    cell = self._cell(idx, int(np.argmax(late)))
+                    self._race("write after read", space, cell, r, int(read_sites[cell]), g, I, False)
+            shadow.agent[idx] = agent
+            shadow.epoch[idx] = epoch
+            shadow.asynchronous[idx] = asynchronous
+            shadow.site[idx] = site
+        else:
+            if not self.waivers.uninitialised and not epochs.all():
+                cell = self._cell(idx, int(np.argmin(epochs)))
+                self._uninitialised(space, cell, g, I)
+            read_epochs, read_sites = shadow.reader(agent)
+            read_epochs[idx] = epoch
+            read_sites[idx] = site
+            if epoch > shadow.last_read[agent]:
+                shadow.last_read[agent] = epoch
+
+    @staticmethod
+    def _cell(idx: Any, i: int) -> int:
+        return int(idx.start + i) if isinstance(idx, slice) else int(np.asarray(idx).reshape(-1)[i])
+
+    def _uninitialised(self, space: str, cell: int, g: Any, I: Instr) -> None:
+        n = self.words_per_rank if space == "shared" else 4 * TensorMemory.COLUMNS
+        rank, rest = divmod(cell, n)
+        place = f"shared {rank << CTA_SHIFT | rest << 2:#x}" if space == "shared" else f"TMEM of CTA {rank}, column {rest % TensorMemory.COLUMNS}"
+        self.report("read of unwritten memory", place, "", g.where(I), "a write before this read", (-1, I.index))
+
+    def _shared_cells(self, a: np.ndarray, n: int) -> np.ndarray:
+        """Cells of ``n`` bytes at each shared-window address."""
+        first = (a >> CTA_SHIFT) * self.words_per_rank + ((a & 0xFFFFFF) >> 2)
+        if n <= 4:
+            return first
+        return (first[:, None] + np.arange(n // 4)).reshape(-1)
+
+    def _shared_slice(self, a: int, n: int) -> slice:
+        first = (a >> CTA_SHIFT) * self.words_per_rank + ((a & 0xFFFFFF) >> 2)
+        return slice(first, first + (n + 3) // 4)
+
+    # --- warps -------------------------------------------------------------------------------------------------------
+    def warp_access(self, g: Any, I: Instr, a: np.ndarray, n: int, write: bool) -> None:
+        """A generic-proxy access of shared memory by a warp."""
+        c, idx = g.clock, self._shared_cells(a, n)
+        if self.is_barrier[idx].any():
+            cell = self._cell(idx, int(np.argmax(self.is_barrier[idx])))
+            rank, word = divmod(cell, self.words_per_rank)
+            self.report(
+                "data access to a live mbarrier", f"shared {rank << CTA_SHIFT | word << 2:#x}", "", g.where(I), "mbarrier.inval before reuse", (-1, I.index)
+            )
+        self._access(self.shared, "shared", idx, c.vc, c.agent, int(c.vc[0, c.agent]), True, False, g, I, self.site(g, I), write)
+
+    # --- mbarriers ---------------------------------------------------------------------------------------------------
+    def barrier_init(self, g: Any, I: Instr, b: Any, old: Any) -> None:
+        b.agent = self.new_agent(("mbarrier", b.address))
+        if old is not None:
+            b.clock = old.clock
+            b.sequence = old.sequence
+        c = g.clock
+        self.barrier_origin[b.address] = (c.agent, int(c.vc[0, c.agent]), self.site(g, I))
+        self.is_barrier[self._shared_slice(b.address, 8)] = True
+
+    def barrier_inval(self, address: int) -> None:
+        self.is_barrier[self._shared_slice(address, 8)] = False
+
+    def _initialised(self, g: Any, I: Instr, b: Any) -> None:
+        agent, epoch, site = self.barrier_origin[b.address]
+        c = g.clock
+        if agent != c.agent and c.vc[0, agent] < epoch:
+            first_g, first_I = self.sites[site]
+            self.report(
+                "mbarrier used before its initialisation is visible", f"mbarrier {b.address:#x}", first_g.where(first_I), g.where(I),
+                "a barrier after mbarrier.init", (first_I.index, I.index),
+            )  # fmt: skip
+
+    def barrier_arrive(self, g: Any, I: Instr, b: Any, relaxed: bool) -> None:
+        self._initialised(g, I, b)
+        b.clock = g.clock.release_relaxed(b.clock) if relaxed else g.clock.release(b.clock)
+
+    def barrier_acquire(self, g: Any, I: Instr, b: Any) -> None:
+        self._initialised(g, I, b)
+        g.clock.acquire(b.released)
+
+    # --- asynchronous operations ---------------------------------------------------------------------------------------
+    def issue_on_barrier(self, g: Any, I: Instr, address: int) -> Token:
+        """An operation that completes by transaction bytes on the mbarrier at ``address``."""
+        from .engines.mbarrier import at
+
+        b = at(self.cluster, address, lambda: g.where(I))
+        self._initialised(g, I, b)
+        b.sequence += 1
+        token = Token(b.agent, b.sequence, g.clock.vc.copy(), g, I, self.site(g, I), False)
+        g.clock.vc[0, g.clock.agent] += 1
+        token.barrier = address
+        return token
+
+    def complete(self, token: Token) -> None:
+        b = self.cluster.barriers[token.barrier]
+        clock = np.zeros((2, self.capacity), i32) if b.clock is None else b.clock.copy()
+        np.maximum(clock[:, token.agent], token.epoch, out=clock[:, token.agent])
+        b.clock = clock
+
+    def issue_in_group(self, g: Any, I: Instr, group: Any) -> Token:
+        """An operation of a thread's bulk group."""
+        if not group.epoch:
+            group.agent = self.new_agent(("bulk", g.cta.rank, g.first_warp))
+        self.sequence[group.agent] = group.epoch = self.sequence.get(group.agent, 0) + 1
+        token = Token(group.agent, group.epoch, g.clock.vc.copy(), g, I, self.site(g, I), False)
+        g.clock.vc[0, g.clock.agent] += 1
+        return token
+
+    def group_waited(self, g: Any, group: Any, reads_only: bool) -> None:
+        if group.epoch:
+            np.maximum(g.clock.vc[:, group.agent], group.epoch, out=g.clock.vc[:, group.agent])
+
+    def _queue(self, g: Any) -> _Queue:
+        q = self.queues.get(g.clock.agent)
+        if q is None:
+            q = self.queues[g.clock.agent] = _Queue(self.new_agent(("tensor", g.cta.rank, g.first_warp)), self.capacity)
+        return q
+
+    def issue_tensor(self, g: Any, I: Instr) -> Token:
+        """A ``tcgen05.mma`` or ``cp``: in order on the queue of its warp."""
+        q = self._queue(g)
+        np.maximum(q.vc, g.clock.vc, out=q.vc)
+        return Token(q.agent, q.epoch, q.vc, g, I, self.site(g, I), True)
+
+    def issue_commit(self, g: Any, I: Instr) -> Token:
+        q = self._queue(g)
+        np.maximum(q.vc, g.clock.vc, out=q.vc)
+        vc = q.vc.copy()
+        vc[:, q.agent] = q.epoch
+        token = Token(q.agent, q.epoch, vc, g, I, self.site(g, I), True)
+        q.epoch += 1
+        g.clock.vc[0, g.clock.agent] += 1
+        return token
+
+    def commit_arrives(self, token: Token, b: Any) -> None:
+        b.clock = token.vc if b.clock is None else np.maximum(b.clock, token.vc)
+
+    def _token_access(self, token: Token, shadow: Shadow, space: str, idx: Any, write: bool) -> None:
+        self._access(
+            shadow, space, idx, token.vc, token.agent, token.epoch, token.in_order, True, token.gang, token.instr, token.site, write
+        )
+
+    def shared_range(self, token: Token, a: int, n: int, write: bool) -> None:
+        self._token_access(token, self.shared, "shared", self._shared_slice(a, n), write)
+
+    def shared_chunks(self, token: Token, a: np.ndarray, n: int, write: bool) -> None:
+        """``n`` bytes at each address; a box that fills a contiguous range goes the fast way."""
+        lo, hi = int(a.min()), int(a.max()) + n
+        if hi - lo == a.size * n:
+            self.shared_range(token, lo, hi - lo, write)
+        else:
+            self._token_access(token, self.shared, "shared", self._shared_cells(a, n), write)
+
+    def shared_words(self, token: Token, words: np.ndarray, write: bool) -> None:
+        """Words by shared-window address >> 2."""
+        idx = (words >> _WORD_SHIFT) * self.words_per_rank + (words & ((1 << _WORD_SHIFT) - 1))
+        if int(idx[-1]) - int(idx[0]) == idx.size - 1:
+            idx = slice(int(idx[0]), int(idx[-1]) + 1)
+        self._token_access(token, self.shared, "shared", idx, write)
+
+    # --- tensor memory -------------------------------------------------------------------------------------------------
+    def _columns(self, rank: int, quadrants: int, column: int, n: int) -> list[slice]:
+        base = rank * 4 * TensorMemory.COLUMNS + column
+        return [slice(base + q * TensorMemory.COLUMNS, base + q * TensorMemory.COLUMNS + n) for q in range(4) if quadrants >> q & 1]
+
+    def tmem_range(self, token: Token, rank: int, quadrants: int, column: int, n: int, write: bool) -> None:
+        for idx in self._columns(rank, quadrants, column, n):
+            self._token_access(token, self.tmem, "tmem", idx, write)
+
+    def _tmem_warp(self, g: Any, I: Instr, kind: str, column: int, n: int, write: bool) -> None:
+        c = g.clock
+        agent = self.new_agent((kind, g.cta.rank, g.first_warp))
+        epoch = self.sequence.setdefault(agent, 1)
+        in_order = True
+        if kind == "ld" and self.waivers.implicit_wait_ld:
+            agent, epoch = c.agent, int(c.vc[0, c.agent])
+        for idx in self._columns(g.cta.rank, 1 << g.first_warp % 4, column, n):
+            self._access(self.tmem, "tmem", idx, c.vc, agent, epoch, in_order, False, g, I, self.site(g, I), write)
+
+    def tmem_load(self, g: Any, I: Instr, column: int, n: int, regs: list[Any]) -> None:
+        self._tmem_warp(g, I, "ld", column, n, False)
+        if not self.waivers.implicit_wait_ld:
+            for r in regs:
+                if isinstance(r, Reg):
+                    g.clock.tainted[(r.cls, r.idx)] = I
+
+    def tmem_store(self, g: Any, I: Instr, column: int, n: int) -> None:
+        self._tmem_warp(g, I, "st", column, n, True)
+
+    def tmem_wait(self, g: Any, kind: str) -> None:
+        agent = self.new_agent((kind, g.cta.rank, g.first_warp))
+        epoch = self.sequence.setdefault(agent, 1)
+        np.maximum(g.clock.vc[:, agent], epoch, out=g.clock.vc[:, agent])
+        self.sequence[agent] = epoch + 1
+        if kind == "ld":
+            g.clock.tainted.clear()
+
+    def tmem_allocated(self, g: Any, I: Instr, column: int, n: int) -> None:
+        for idx in self._columns(g.cta.rank, 15, column, n):
+            self.tmem.epoch[idx] = 0
+
+    def tmem_freed(self, g: Any, I: Instr, column: int, n: int) -> None:
+        """Freeing is a write: everything that touched the columns must be over."""
+        c = g.clock
+        for idx in self._columns(g.cta.rank, 15, column, n):
+            self._access(self.tmem, "tmem", idx, c.vc, c.agent, int(c.vc[0, c.agent]), True, False, g, I, self.site(g, I), True)
+
+    # --- TMA descriptors changed by the kernel ---------------------------------------------------------------------------
+    def tensormap_fence(self, g: Any, I: Instr) -> None:
+        """``fence.proxy.tensormap::generic``: acquire makes descriptor writes visible to this warp's TMA operations."""
+        if "acquire" in I.parts:
+            g.state.setdefault("tensormap_acquired", set()).update(self.tensormaps)
+
+    def tensormap_written(self, g: Any, I: Instr, address: int, released: bool) -> None:
+        self.tensormaps[address] = (g, I, released)
+        for gang in self.cluster.gangs:
+            gang.state.get("tensormap_acquired", set()).discard(address)
+
+    def descriptor_used(self, g: Any, I: Instr, address: int) -> None:
+        written = self.tensormaps.get(address)
+        if written is None:
+            return
+        writer, first, released = written
+        if not released or address not in g.state.get("tensormap_acquired", ()):
+            self.report(
+                "TMA descriptor used before its change is visible", f"descriptor {address:#x}", writer.where(first), g.where(I),
+                "fence.proxy.tensormap::generic, release after the change and acquire before the use", (first.index, I.index),
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        """The cluster ended."""
+
+
+_ = SIZE_OF_TYPE
