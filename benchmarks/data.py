@@ -169,15 +169,15 @@ def read_interactions(path: str | Path, columns: Columns | None = None) -> Inter
             if not token:
                 raise DataError(f"{path}:{number}: column {place + 1} ({name}): empty")
             out.append(vocabulary.setdefault(token, len(vocabulary)))
-        for place, name, out in ((places[2], wanted[2], rating), (places[3], wanted[3], time)):
+        for place, name, numbers in ((places[2], wanted[2], rating), (places[3], wanted[3], time)):
             try:
-                value = float(fields[place])
+                value = math.nan if "_" in fields[place] else float(fields[place])
             except ValueError:
                 value = math.nan
             if not math.isfinite(value):
                 where = f"{path}:{number}: column {place + 1} ({name})"
                 raise DataError(f"{where}: {fields[place]!r} is not a finite number")
-            out.append(value)
+            numbers.append(value)
     if not user:
         raise DataError(f"{path}:1: the file has a header and no events")
     u, t = np.asarray(user, dtype=np.int64), np.asarray(time, dtype=np.float64)

@@ -129,7 +129,7 @@ class TrainConfig:
     device: str = setting("cpu", "cpu, cuda, cuda:N, or auto: the first CUDA device if there is one")
     threads: int = setting(1, "torch threads of one run on the CPU; the operations are small, a second thread hardly helps")
     jobs: int | None = setting(None, "runs at a time, in processes of their own; null: one per core on the CPU, 1 on a GPU")
-    output: Path = setting(Path("results/train_ml100k"), "where results go: this path with .json and .png")
+    output: Path = setting(Path("out/train_ml100k"), "where results go: this path with .json and .png")
 
     def __post_init__(self) -> None:
         _at_least(self, threads=1)

@@ -92,6 +92,8 @@ def _validate_keyed(keyed: KeyedJaggedTensor) -> None:
         return
     if lengths.numel() % len(keys):
         raise ValueError(f"lengths has {lengths.numel()} entries, expected a multiple of the {len(keys)} keys (one per key and sample)")
+    if offsets is not None and offsets.numel() > 0 and offsets.numel() != lengths.numel() + 1:
+        raise ValueError(f"offsets has {offsets.numel()} entries, expected lengths' {lengths.numel()} + 1")
     stride = lengths.numel() // len(keys)
     if keyed.stride() != stride:
         raise ValueError(f"stride = {keyed.stride()}, but lengths has {lengths.numel()} entries for {len(keys)} keys: expected {stride}")
@@ -100,11 +102,9 @@ def _validate_keyed(keyed: KeyedJaggedTensor) -> None:
         raise ValueError(f"lengths[{at}] = {int(lengths[at])} (key {keys[at // stride]!r}, sample {at % stride}): expected at least 0")
     if int(lengths.sum()) != rows:
         raise ValueError(f"lengths sum to {int(lengths.sum())}, but values has {rows} rows")
-    if offsets is not None and offsets.numel():
-        if offsets.numel() != lengths.numel() + 1:
-            raise ValueError(f"offsets has {offsets.numel()} entries, expected lengths' {lengths.numel()} + 1")
-        if int(offsets[0]) != 0 or not torch.equal(torch.diff(offsets).to(lengths.dtype), lengths):
-            raise ValueError("offsets disagree with lengths: expected offsets[0] = 0 and offsets[i+1] - offsets[i] = lengths[i]")
+    given = offsets is not None and offsets.numel() > 0
+    if given and (int(offsets[0]) != 0 or not torch.equal(torch.diff(offsets).to(lengths.dtype), lengths)):
+        raise ValueError("offsets disagree with lengths: expected offsets[0] = 0 and offsets[i+1] - offsets[i] = lengths[i]")
     cached = keyed.length_per_key_or_none()
     true = lengths.view(len(keys), stride).sum(1).tolist()
     if cached is not None and list(cached) != true:
@@ -114,8 +114,9 @@ def _validate_keyed(keyed: KeyedJaggedTensor) -> None:
 def checked_keyed_jagged(keyed: KeyedJaggedTensor, *, validate: bool = False) -> KeyedJaggedTensor:
     """`keyed`, made safe for an EmbeddingCollection.
 
-    A batch without samples (`lengths` of size 0) comes back with the per-feature views that TorchRec fails to derive
-    from it; every other one is returned as it is.
+    A batch without samples (`lengths` of size 0) comes back with the per-feature views that TorchRec fails to derive from it; every
+    other one is returned as it is. An unsharded collection then serves it. A sharded one reshapes the lengths again and fails in the
+    same way: give a rank that has nothing one sample without events instead, and drop its row.
 
     Args:
         keyed: ids (or float rows) of several features, one stride for all keys.
