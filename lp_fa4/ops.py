@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from lp_fa4 import dispatch
 from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor, scale_rows
+from lp_fa4.operator import custom_op
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
 
 Optional = Tensor | None
