@@ -389,8 +389,8 @@ def missed_gates(config: NumericsConfig, results: dict[str, Any]) -> list[str]:
 def report(config: NumericsConfig, results: dict[str, Any]) -> str:
     """Two tables, against FP64 and against BF16, with the published figures beside them."""
     parts = [
-        f"{config.name}: {results['samples']} samples, {results['tokens']:,} events, longest {results['longest']:,}; dim {config.shape.dim}, "
-        f"{config.shape.heads} heads, {config.shape.seeds} seeds; {config.data.projections} init, {config.data.loss} loss. SQNR in dB."
+        f"{config.name}: {results['samples']} samples, {results['tokens']:,} events, longest {results['longest']:,}; "
+        f"dim {config.shape.dim}, {config.shape.heads} heads, {config.shape.seeds} seeds; {config.data.projections} init, {config.data.loss} loss. SQNR in dB."
     ]
     for kind, title in (("fp64", "against FP64"), ("bf16", "against BF16")):
         table = results[kind]

@@ -26,6 +26,7 @@ from fused_ops.operands import Weight, split_e4m3, to_float
 from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
 from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
+from lp_fa4.operator import custom_op
 from lp_fa4.ops import run_backward
 from lp_fa4.problem import AttentionProblem, ForwardResult, check_head_dim
 from modules.numerics import Numerics
@@ -56,7 +57,7 @@ def _settle(device: torch.device, head_dim: int, key: str, backend: str, *, say:
 # ---- query side: plain PyTorch -------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("modules::round_mxfp8", mutates_args=())
+@custom_op("modules::round_mxfp8", mutates_args=())
 def round_mxfp8(x: Tensor) -> Tensor:
     """``x [T, C]`` rounded to MXFP8 in 32×32 blocks and back to FP32. No gradient."""
     return quantize_mx(x).dequantize()
@@ -105,18 +106,11 @@ def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool) -> _Pro
     return _Projection(quantize_mx(exact), exact)
 
 
-def _problem(
-    q: MXTensor, k: MXTensor, v: MXTensor, offsets: Tensor, mean: Tensor | None, total: Tensor | None,
-    q_mean: Tensor | None, config
-) -> AttentionProblem:  # fmt: skip
-    return AttentionProblem(q, k, v, offsets_k=offsets, shared_q=True, v_mean=mean, v_sum=total, q_mean=q_mean, config=config)
-
-
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
 
-@torch.library.custom_op("modules::pma_attention", mutates_args=())
+@custom_op("modules::pma_attention", mutates_args=())
 def pma_attention(
     values: Tensor,
     offsets: Tensor,
@@ -130,12 +124,12 @@ def pma_attention(
     out_dtype: torch.dtype,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Pool ``values [T, dim]`` with ``q [Q, H, D]`` (FP32, shared by every sequence).
 
     Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out, row_max, row_sum; q codes and
-    scale, q_mean; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
+    scale, q_mean and its scores; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
     normed rows, ``[B, dim]``.
     """
     queries, heads, head_dim = q.shape
@@ -179,7 +173,24 @@ def pma_attention(
     def per_head(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.reshape(batch, heads, head_dim)
 
-    problem = _problem(q8, k, v.reshape_heads(heads), offsets, per_head(v_mean), per_head(v_sum), q_mean, opts.attention)
+    mean_scores = None
+    if q_mean is not None:
+        # The mean query meets the keys before they are rounded: one more column a head in the key projection.
+        folded = torch.einsum("hd,hdc->hc", q_mean, to_float(projection.weight).unflatten(0, (heads, head_dim)))
+        rows = xn.dequantize() if normed is None else normed.to(torch.float32)
+        mean_scores = (folded @ rows.t()).contiguous()
+    problem = AttentionProblem(
+        q8,
+        k,
+        v.reshape_heads(heads),
+        offsets_k=offsets,
+        shared_q=True,
+        v_mean=per_head(v_mean),
+        v_sum=per_head(v_sum),
+        q_mean=q_mean,
+        mean_scores=mean_scores,
+        config=opts.attention,
+    )
     result = dispatch.module(name).forward(problem)
     out = result.out.reshape(batch, queries, dim).to(out_dtype)
     if out.data_ptr() == result.centred_out.data_ptr():  # an operator may not return one memory twice
@@ -193,6 +204,7 @@ def pma_attention(
         q8.codes,
         q8.scale_bytes,
         _empty(values) if q_mean is None else q_mean,
+        _empty(values) if mean_scores is None else mean_scores,
         k.codes,
         k.scale_bytes,
         xn.codes,
@@ -232,6 +244,7 @@ def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dty
         empty(queries, heads, head_dim, dtype=byte),
         empty(q_rows, heads, q_per, dtype=byte),
         empty(*((heads, head_dim) if opts.q_smoothing else (0,))),
+        empty(*((heads, tokens) if opts.q_smoothing else (0,))),
         empty(tokens, heads, head_dim, dtype=byte),
         empty(rows, heads, per, dtype=byte),
         empty(tokens, dim, dtype=byte),
@@ -244,7 +257,7 @@ def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dty
     )
 
 
-@torch.library.custom_op("modules::pma_attention_backward", mutates_args=())
+@custom_op("modules::pma_attention_backward", mutates_args=())
 def pma_attention_backward(
     dout: Tensor,
     values: Tensor,
@@ -260,7 +273,7 @@ def pma_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of values, q, norm_weight, w_k, w_v in their dtypes (q: FP32); one that is not needed has no elements."""
     (
-        centred_out, row_max, row_sum, q_codes, q_scale, q_mean, k_codes, k_scale,
+        centred_out, row_max, row_sum, q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale,
         xn_codes, xn_scale, v_codes, v_scale, rstd, mean, total,
     ) = saved  # fmt: skip
     queries, heads, head_dim = q_codes.shape
@@ -282,7 +295,18 @@ def pma_attention_backward(
             exact = to_float(value_weight.weight)
             v_mean, v_sum = mean @ exact.t(), total @ exact.t()
         v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
-    problem = _problem(q8, k8, v8.reshape_heads(heads), offsets, v_mean, v_sum, q_mean if opts.q_smoothing else None, opts.attention)
+    problem = AttentionProblem(
+        q8,
+        k8,
+        v8.reshape_heads(heads),
+        offsets_k=offsets,
+        shared_q=True,
+        v_mean=v_mean,
+        v_sum=v_sum,
+        q_mean=q_mean if opts.q_smoothing else None,
+        mean_scores=mean_scores if opts.q_smoothing else None,
+        config=opts.attention,
+    )
     flat = dout.reshape(batch * queries, heads, head_dim)
     # `out` and `lse` are not read by the backward, which works from the centred output, the maximum and the sum.
     result = ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
@@ -372,7 +396,7 @@ def _bounds(offsets: Tensor) -> list[tuple[int, int, int]]:
     return [(b, *pair) for b, pair in enumerate(pairwise(host)) if pair[1] > pair[0]]
 
 
-@torch.library.custom_op("modules::jagged_attention", mutates_args=())
+@custom_op("modules::jagged_attention", mutates_args=())
 def jagged_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """BF16 attention of shared ``q [Q, H, D]`` over jagged ``k``, ``v`` ``[T, H, D]``: ``[B, Q, H, D]``, 0 where there is no key.
 
@@ -391,7 +415,7 @@ def _(q, k, v, offsets):
     return q.new_empty((offsets.shape[0] - 1, *q.shape))
 
 
-@torch.library.custom_op("modules::jagged_attention_backward", mutates_args=())
+@custom_op("modules::jagged_attention_backward", mutates_args=())
 def jagged_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v at flash-attention's rounding points: operands, P and dS in their dtype, sums in FP32."""
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
@@ -442,7 +466,7 @@ def _fa4_rows(rows: Tensor, k: Tensor, v: Tensor, offsets: Tensor, queries: int)
     return out[0] if isinstance(out, tuple) else out
 
 
-@torch.library.custom_op("modules::fa4_attention", mutates_args=())
+@custom_op("modules::fa4_attention", mutates_args=())
 def fa4_attention(rows: Tensor, k: Tensor, v: Tensor, offsets: Tensor, queries: int) -> Tensor:
     """flash-attn-4 as one opaque operator for ``torch.compile`` and ``torch.export``, which cannot trace its launcher."""
     return _fa4_rows(rows, k, v, offsets, queries)
@@ -453,7 +477,7 @@ def _(rows, k, v, offsets, queries):
     return torch.empty_like(rows)
 
 
-@torch.library.custom_op("modules::fa4_attention_backward", mutates_args=())
+@custom_op("modules::fa4_attention_backward", mutates_args=())
 def fa4_attention_backward(
     dout: Tensor, rows: Tensor, k: Tensor, v: Tensor, offsets: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:

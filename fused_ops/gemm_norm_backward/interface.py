@@ -8,6 +8,7 @@ from torch import Tensor
 from fused_ops.gemm_norm_backward import reference
 from fused_ops.operands import FLOATS, Matrix, Weight, check_device, check_matrix, flatten, unflatten
 from lp_fa4.mx import MXTensor, check_offsets
+from lp_fa4.operator import custom_op
 
 
 class GemmNormGradients(NamedTuple):
@@ -18,7 +19,7 @@ class GemmNormGradients(NamedTuple):
     dw_k: Tensor | None
 
 
-@torch.library.custom_op("fused_ops::gemm_norm_backward", mutates_args=())
+@custom_op("fused_ops::gemm_norm_backward", mutates_args=())
 def gemm_norm_backward_op(
     dk: list[Tensor],
     dk_scale: list[Tensor],

@@ -6,9 +6,10 @@ from torch import Tensor
 from fused_ops.gemm_quantize import reference
 from fused_ops.operands import Matrix, Weight, check_device, check_matrix, flatten, unflatten
 from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
+from lp_fa4.operator import custom_op
 
 
-@torch.library.custom_op("fused_ops::gemm_quantize", mutates_args=())
+@custom_op("fused_ops::gemm_quantize", mutates_args=())
 def gemm_quantize_op(
     x: list[Tensor],
     x_scale: list[Tensor],

@@ -8,6 +8,7 @@ from torch import Tensor
 from fused_ops.operands import FLOATS, check_device
 from fused_ops.rmsnorm_quantize import reference
 from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
+from lp_fa4.operator import custom_op
 
 
 class CentredNorm(NamedTuple):
@@ -25,7 +26,7 @@ class CentredNorm(NamedTuple):
     normed: Tensor | None
 
 
-@torch.library.custom_op("fused_ops::rmsnorm_quantize", mutates_args=())
+@custom_op("fused_ops::rmsnorm_quantize", mutates_args=())
 def rmsnorm_quantize_op(
     x: Tensor,
     weight: Tensor,

@@ -80,7 +80,7 @@ def rmsnorm_quantize(
 ) -> NormOutput:
     """See the module's docstring. ``x [..., T, C]``; ``center`` needs 2-D ``x`` (``offsets=None``: one sequence); ``keep``
     returns ``BF16`` of the normed (centred) rows, the operand of a BF16 projection. Rows past ``offsets[-1]`` are not read."""
-    xf = x.to(torch.float32)
+    xf = x.to(torch.float32).contiguous()  # strided rows would add up in another order
     valid = inside(offsets, x.shape[0])
     if valid is not None:
         xf = torch.where(valid, xf, 0.0)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fused_ops.scale_layout import reference
 from lp_fa4.mx import GROUP, SF_TILE, MXTensor, check_offsets, scale_rows, sf_tiles
+from lp_fa4.operator import custom_op
 
 
 def sf_shape(tokens: int, columns: int, offsets: Tensor | None, axis: int) -> tuple[int, int, int, int, int]:
@@ -15,7 +16,7 @@ def sf_shape(tokens: int, columns: int, offsets: Tensor | None, axis: int) -> tu
     return -(-columns // SF_TILE), token_tiles, 32, 4, 4
 
 
-@torch.library.custom_op("fused_ops::scatter_scales", mutates_args=())
+@custom_op("fused_ops::scatter_scales", mutates_args=())
 def scatter_scales_op(scale: Tensor, block: list[int], tokens: int, columns: int, offsets: Tensor | None, axis: int) -> Tensor:
     """Swizzled buffer, uint8."""
     return reference.scatter_scales(scale, (block[0], block[1]), tokens, columns, offsets, axis)
@@ -26,7 +27,7 @@ def _(scale, block, tokens, columns, offsets, axis):
     return scale.new_empty(sf_shape(tokens, columns, offsets, axis))
 
 
-@torch.library.custom_op("fused_ops::gather_scales", mutates_args=())
+@custom_op("fused_ops::gather_scales", mutates_args=())
 def gather_scales_op(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None, axis: int) -> Tensor:
     """Compact grid, uint8."""
     return reference.gather_scales(sf, tokens, columns, offsets, axis)

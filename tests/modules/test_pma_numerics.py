@@ -1,0 +1,119 @@
+"""The module's numeric options: each does what it says on data made for it, and nothing where there is nothing to do."""
+
+import pytest
+import torch
+
+from fused_ops.hadamard import hadamard_matrix
+from lp_fa4.config import AttentionConfig
+from modules import Numerics
+from modules.functional import query_heads
+from tests.modules.common import DIM, HEADS, batch, exact, make, ratios, run
+
+LENGTHS = [200, 0, 33, 257, 128]
+
+
+def measured(prepare=lambda module: None, event_mean=0.0, **options):
+    module = make(numerics=Numerics.preset(options.pop("preset", "default"), **options))
+    torch.manual_seed(1)
+    x, offsets = batch(LENGTHS)
+    x = torch.randn_like(x) + event_mean * torch.randn(DIM)
+    with torch.no_grad():
+        prepare(module)
+    return ratios(run(module, x, offsets), exact(module, x, offsets))
+
+
+def outliers(module):
+    """Queries and keys share four loud channels a head."""
+    for proj in (module.query_proj, module.key_proj):
+        proj.weight.unflatten(0, (HEADS, -1))[:, :4] *= 6
+        proj.weight *= 0.5
+
+
+def alike(module):
+    """Seeds that share most of themselves."""
+    module.seed_embs.mul_(0.3).add_(torch.randn(DIM))
+
+
+def test_hadamard_helps_shared_outlier_channels_only():
+    plain, turned = measured(outliers), measured(outliers, hadamard=True)
+    assert turned["out"] > plain["out"] + 1.5
+    plain, turned = measured(), measured(hadamard=True)
+    assert abs(turned["out"] - plain["out"]) < 0.5
+
+
+def test_q_smoothing_helps_similar_seeds():
+    assert measured(alike, q_smoothing=True)["out"] > measured(alike)["out"] + 1.5
+    assert abs(measured(q_smoothing=True)["out"] - measured()["out"]) < 0.5
+
+
+def test_centring_helps_events_that_share_a_mean():
+    centred, plain = measured(event_mean=2.0), measured(event_mean=2.0, center=False, center_p=False, center_p_backward=False)
+    assert centred["out"] > plain["out"] + 3 and centred["events"] > plain["events"] + 1
+
+
+def test_exact_key_weights():
+    """BF16 and hi + lo weights both beat one E4M3 rounding of Wk; rows that stay BF16 beat rows that were rounded."""
+    single, pair, exact_rows = (measured(key_projection=form)["out"] for form in ("e4m3", "e4m3x2", "bf16"))
+    assert single + 0.3 < pair < exact_rows
+
+
+def test_query_projection_in_bf16():
+    assert measured()["out"] > measured(query_projection="e4m3")["out"] + 0.3
+
+
+def test_scales_hardly_matter():
+    """Rule 1 and 2: block shape, and exponents from a bound, within 0.3 dB on this batch."""
+    found = [measured(scales=s) for s in ("square", "token", "static")]
+    for row in found[0]:
+        values = [f[row] for f in found]
+        assert max(values) - min(values) < 0.3, (row, values)
+
+
+def test_settled_scales():
+    assert Numerics().for_backend("sm90").scales == "static" and Numerics().for_backend("reference").scales == "square"
+    assert Numerics(scales="token").for_backend("sm90").scales == "token"
+    assert Numerics(scales="static").block(128) == (0, 128)
+
+
+def test_query_side_is_the_formula():
+    module = make()
+    arguments = (module.seed_embs, module.query_norm.weight, module.query_proj.weight, HEADS, module.eps)
+    q = query_heads(*arguments, Numerics())
+    s = module.seed_embs.double()
+    want = (
+        s
+        * torch.rsqrt(s.square().mean(-1, keepdim=True) + module.eps)
+        * module.query_norm.weight.double()
+        @ module.query_proj.weight.double().t()
+    )
+    torch.testing.assert_close(q.flatten(1).double(), want, rtol=0, atol=0.03)
+    turned = query_heads(*arguments, Numerics(hadamard=True))
+    torch.testing.assert_close(turned, q @ hadamard_matrix(DIM // HEADS), rtol=0, atol=1e-5)
+    assert q.dtype == torch.float32 and list(q.shape) == [module.num_seeds, HEADS, DIM // HEADS]
+
+
+def test_presets_and_text_form():
+    for numerics in (
+        Numerics(),
+        Numerics.post(),
+        Numerics.preset("post", dq_dtype=torch.float16, dq_scale=9),
+        Numerics.preset("default", hadamard=True, ds_block=(128, 128)),
+    ):
+        again = Numerics.from_key(numerics.key)
+        assert again == numerics and again.key == numerics.key and hash(again) == hash(numerics)
+    assert Numerics.preset(Numerics.post()) == Numerics.post()
+    assert Numerics.preset("default", key_tile=64).attention == AttentionConfig(key_tile=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(key_projection="fp8"), "key_projection is 'fp8'; allowed are 'bf16', 'e4m3x2', 'e4m3'"),
+        (dict(query_projection="e4m3x2"), "query_projection is 'e4m3x2'"),
+        (dict(scales="row"), "scales is 'row'; allowed are 'auto'"),
+        (dict(attention="post"), "attention is str"),
+    ],
+)
+def test_misuse(options, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        Numerics(**options)

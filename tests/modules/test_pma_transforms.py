@@ -1,0 +1,189 @@
+"""PMA under what training loops put around it: operators' contracts, compile, export, checkpointing, flash-attn-4's function."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch._dynamo
+from torch.library import opcheck
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import lp_fa4.reference
+from modules import Numerics, functional
+from tests.conftest import offsets_of
+from tests.modules.common import DIM, HEADS, SEEDS, assert_identical, batch, exact, make, ratios, run, weights_of
+
+KINDS = [dict(), dict(value_proj=True, numerics="post"), dict(precision="bf16", value_proj=True)]
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics.post(), Numerics(scales="static", q_smoothing=True, hadamard=True)])
+@pytest.mark.parametrize("value_proj", [False, True])
+@pytest.mark.parametrize("tokens", [196, 257])
+def test_operator(numerics, value_proj, tokens):
+    """F4, F5: fake and real agree in shape, stride and dtype; autograd is registered; shapes are dynamic."""
+    offsets = offsets_of([tokens - 90, 0, 80])
+    leaf = [torch.randn(*shape).requires_grad_() for shape in ((tokens, 64), (40, 2, 32), (64,), (64, 64), (64, 64))]
+    x, q, g, w_k, w_v = leaf
+    arguments = (x, offsets, q, g, w_k, w_v if value_proj else None, 1e-6, numerics.key, "auto", torch.bfloat16)
+    opcheck(functional.pma_attention, arguments)
+
+
+def test_other_operators():
+    q, k, v = (torch.randn(n, 2, 32).requires_grad_() for n in (40, 90, 90))
+    opcheck(functional.jagged_attention, (q, k, v, offsets_of([50, 0, 37])))
+    opcheck(functional.round_mxfp8, (torch.randn(40, 64),))
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_compile_of_changing_totals(options):
+    """F2, F4: one graph with no break serves every batch; 0 and 1 may have one of their own. The same bits as eager."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = make(**options)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    generator = torch.Generator().manual_seed(0)
+    batches = [[31, 0, 33], [0, 0, 0], [1, 0, 0], [129], []]
+    batches += [torch.randint(0, 90, (int(n),), generator=generator).tolist() for n in torch.randint(2, 9, (15,), generator=generator)]
+    graphs = []
+    for lengths in batches:
+        x, offsets = batch(lengths)
+        assert_identical(run(compiled, x, offsets), fix(run(module, x, offsets)))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[4], f"compiled again for ordinary batches: {graphs}"
+    assert graphs[-1] <= 5
+
+
+def fix(result):
+    """A compiled module prefixes the names of its parameters."""
+    return result[0], result[1], {f"_orig_mod.{name}": grad for name, grad in result[2].items()}
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_export(options):
+    """F6: dynamic events and samples (at least 2 samples: PyTorch specialises sizes of 1)."""
+    module = make(**options)
+    x, offsets = batch([31, 0, 33])
+    dynamic = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(module, (x, offsets), dynamic_shapes={"values": dynamic, "offsets": dynamic}).module()
+    for lengths in ([31, 0, 33], [0, 0], [7, 1], [64, 64, 2, 129]):
+        x, offsets = batch(lengths)
+        assert torch.equal(program(x, offsets), module(x, offsets))
+
+
+@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(options, reentrant):
+    """G4: recomputed, the gradients are bit for bit the same, under autocast too."""
+    module = make(**options)
+    x, offsets = batch([0, 70, 33])
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, values, bounds):
+            return checkpoint(self.inner, values, bounds, use_reentrant=reentrant)
+
+    def named(result):
+        return result[0], result[1], {f"inner.{name}": grad for name, grad in result[2].items()}
+
+    assert_identical(run(Checkpointed(), x, offsets), named(run(module, x, offsets)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_identical(run(Checkpointed(), x, offsets), named(run(module, x, offsets)))
+
+
+def test_selective_checkpointing_can_name_the_operator(monkeypatch):
+    """G4: MUST_SAVE on modules::pma_attention keeps its results, so attention's forward runs once."""
+    module = make()
+    x, offsets = batch([0, 70, 33])
+    want = run(module, x, offsets)
+    calls = []
+    forward = lp_fa4.reference.forward
+    monkeypatch.setattr(lp_fa4.reference, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+
+    def policy(context, op, *args, **kwargs):
+        save = op is torch.ops.modules.pma_attention.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for contexts, expected in ((lambda: create_selective_checkpoint_contexts(policy), 1), (None, 2)):
+        calls.clear()
+        events = x.clone().requires_grad_()
+        more = {} if contexts is None else {"context_fn": contexts}
+        out = checkpoint(module, events, offsets, use_reentrant=False, **more)
+        out.backward(weights_of(out))
+        got = out.detach(), events.grad, {n: p.grad for n, p in module.named_parameters()}
+        module.zero_grad(set_to_none=True)
+        assert_identical(got, want)
+        assert len(calls) == expected
+
+
+def test_no_second_derivative_in_silence():
+    module = make()
+    x, offsets = batch([40, 70])
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(module(x, offsets).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(grad.sum(), x)
+
+
+@pytest.fixture
+def fa4(monkeypatch):
+    """A stand-in for flash-attn-4's public function, attention on the CPU that leaves rows of samples without keys undefined."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, starts, offsets):
+            ctx.save_for_backward(q, k, v, starts, offsets)
+            out = torch.full_like(q, torch.nan)
+            for b in range(len(starts) - 1):
+                if offsets[b] < offsets[b + 1]:
+                    rows, keys = slice(starts[b], starts[b + 1]), slice(offsets[b], offsets[b + 1])
+                    out[rows] = functional.jagged_attention(q[rows], k[keys], v[keys], torch.tensor([0, keys.stop - keys.start]))[0]
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            q, k, v, starts, offsets = ctx.saved_tensors
+            dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+            for b in range(len(starts) - 1):
+                rows, keys = slice(starts[b], starts[b + 1]), slice(offsets[b], offsets[b + 1])
+                bounds = torch.tensor([0, keys.stop - keys.start])
+                grads = functional.jagged_attention_backward(dout[rows][None], q[rows], k[keys], v[keys], bounds)
+                dq[rows], dk[keys], dv[keys] = grads
+            return dq, dk, dv, None, None
+
+    calls = []
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None):
+        calls.append(1)
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert max_seqlen_q == SEEDS
+        return Function.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["flash_attn.cute.interface"].flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setattr(functional, "_bf16_choice", lambda kind, index, backend: "fa4")
+    return calls
+
+
+def test_fa4_path(fa4):
+    """Expansion of the shared queries, offsets, samples without keys, and the operator that hides the launcher from a tracer."""
+    module = make(precision="bf16", value_proj=True)
+    x, offsets = batch([0, 70, 33], extra=0)
+    got = run(module, x, offsets)
+    found = ratios(got, exact(module, x, offsets))
+    assert min(found.values()) > 40 and (got[0][0] == 0).all()
+    torch._dynamo.reset()
+    rows = torch.randn(2 * SEEDS, HEADS, DIM // HEADS).bfloat16().requires_grad_()
+    k, v = (torch.randn(90, HEADS, DIM // HEADS).bfloat16().requires_grad_() for _ in range(2))
+    opcheck(
+        functional.fa4_attention,
+        (rows, k, v, offsets_of([50, 40]), SEEDS),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    eager = torch.autograd.grad(functional._fa4_rows(rows, k, v, offsets_of([50, 40]), SEEDS).sum(), (rows, k, v))
+    hidden = torch.autograd.grad(functional.fa4_attention(rows, k, v, offsets_of([50, 40]), SEEDS).sum(), (rows, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(eager, hidden, strict=True))
