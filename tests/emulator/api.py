@@ -75,6 +75,7 @@ def run(
     poison: bool = True,
     step_limit: int = DEFAULT_STEP_LIMIT,
     fidelity: Any = None,
+    column_hook: Any = None,
 ) -> Machine:
     """Execute one launch; returns the finished machine.
 
@@ -104,6 +105,7 @@ def run(
         compiled=compiled(launch.ptx, launch.name, fidelity),
         fidelity=fidelity,
     )
+    machine.column_hook = column_hook
     try:
         machine.run()
     except EmulatorError as error:

@@ -63,12 +63,14 @@ class Waivers:
     """Known omissions of a kernel, by name; each needs a reason where it is used.
 
     Attributes:
-        implicit_wait_ld: ``tcgen05.ld`` counts as complete at once (flash-attn-4's forward has no ``wait::ld``: the
-            hardware's register scoreboard does that for the registers, and the later store depends on them).
+        early_use: registers of a ``tcgen05.ld`` may be used before ``wait::ld`` (the hardware's register scoreboard holds
+            the use); the wait is still needed before anything else may touch those columns.
+        completes_on_use: the first use of a ``tcgen05.ld``'s registers counts as its ``wait::ld``.
         uninitialised: reads of never-written shared or tensor memory are not reported.
     """
 
-    implicit_wait_ld: bool = False
+    early_use: bool = False
+    completes_on_use: bool = False
     uninitialised: bool = False
 
 
@@ -84,6 +86,8 @@ class Shadow:
         #: reading agent → epoch and site per cell
         self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.last_read: dict[int, int] = {}
+        #: latest epoch of any access, by agent
+        self.last_touch: dict[int, int] = {}
 
     def reader(self, agent: int) -> tuple[np.ndarray, np.ndarray]:
         found = self.reads.get(agent)
@@ -113,7 +117,8 @@ class Clock:
         self.vc = np.zeros((2, checker.capacity), i32)
         self.vc[:, self.agent] = (1, 0)
         self.published: np.ndarray | None = None
-        self.tainted: dict[tuple[Any, int], Instr] = {}
+        #: register → the load that fills it, and that load's epoch
+        self.tainted: dict[tuple[Any, int], tuple[Instr, int]] = {}
 
     def release(self, into: np.ndarray | None) -> np.ndarray:
         """Publish this warp's past into an edge; later accesses belong to a new epoch."""
@@ -137,7 +142,8 @@ class Clock:
         if "proxy" in parts:
             if "tensormap::generic" in parts:
                 self.checker.tensormap_fence(g, I)
-            elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and not ("global" in parts):
+            elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and "global" not in parts:
+                self.checker.machine.ordered.add(I.index)
                 np.maximum(self.vc[1], self.vc[0], out=self.vc[1])
                 self.vc[0, self.agent] += 1
             return
@@ -151,19 +157,21 @@ class Clock:
         if cached is None:
             cached = self.checker.taint_cache[key] = _follow(unit.instrs, set(self.tainted))
         uses, after = cached
+        checker = self.checker
         for I, reg, origin in uses:
-            source = self.tainted.get(origin)
-            self.checker.report(
-                "value read early",
-                f"register {reg}",
-                source.where() if source is not None else "",
-                g.where(I),
-                "tcgen05.wait::ld between the load and this use",
-                (source.index if source else -1, I.index),
-            )
-        if after is not None:
-            instrs = self.tainted
-            self.tainted = {r: instrs[o] for r, o in after.items() if o in instrs}
+            if origin not in self.tainted:
+                continue
+            source, epoch = self.tainted[origin]
+            if checker.waivers.completes_on_use:
+                agent = checker.keys["ld", g.cta.rank, g.first_warp]
+                self.vc[:, agent] = np.maximum(self.vc[:, agent], epoch)
+            elif not checker.waivers.early_use:
+                checker.report(
+                    "value read early", f"register {reg}", source.where(), g.where(I),
+                    "tcgen05.wait::ld between the load and this use", (source.index, I.index),
+                )  # fmt: skip
+        loads = self.tainted
+        self.tainted = {r: loads[o] for r, o in after.items() if o in loads}
 
 
 def _registers(a: Any) -> list[Reg]:
@@ -182,7 +190,7 @@ def _registers(a: Any) -> list[Reg]:
 _NO_DESTINATION = {"st", "fence", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pragma", "discard"}
 
 
-def _follow(instrs: list[Instr], tainted: set[Any]) -> tuple[list[Any], dict[Any, Any] | None]:
+def _follow(instrs: list[Instr], tainted: set[Any]) -> tuple[list[Any], dict[Any, Any]]:
     """Uses of tainted registers in a unit, and the taint after it as {register: register it came from}."""
     from .registry import OPS, find
 
@@ -326,6 +334,7 @@ class Checker:
             bad = visible < epochs
         else:
             bad = known < epochs
+        shadow.last_touch[agent] = epoch
         if in_order:
             bad &= agents != agent
         if bad.any():
@@ -419,6 +428,8 @@ class Checker:
 
     def barrier_acquire(self, g: Any, I: Instr, b: Any) -> None:
         self._initialised(g, I, b)
+        if b.released is not None and (b.released > g.clock.vc).any():
+            self.machine.ordered.add(I.index)
         g.clock.acquire(b.released)
 
     # --- asynchronous operations ---------------------------------------------------------------------------------------
@@ -515,24 +526,26 @@ class Checker:
         agent = self.new_agent((kind, g.cta.rank, g.first_warp))
         epoch = self.sequence.setdefault(agent, 1)
         in_order = True
-        if kind == "ld" and self.waivers.implicit_wait_ld:
-            agent, epoch = c.agent, int(c.vc[0, c.agent])
         for idx in self._columns(g.cta.rank, 1 << g.first_warp % 4, column, n):
             self._access(self.tmem, "tmem", idx, c.vc, agent, epoch, in_order, False, g, I, self.site(g, I), write)
 
     def tmem_load(self, g: Any, I: Instr, column: int, n: int, regs: list[Any]) -> None:
         self._tmem_warp(g, I, "ld", column, n, False)
-        if not self.waivers.implicit_wait_ld:
-            for r in regs:
-                if isinstance(r, Reg):
-                    g.clock.tainted[(r.cls, r.idx)] = I
+        agent = self.keys["ld", g.cta.rank, g.first_warp]
+        epoch = self.sequence[agent]
+        self.sequence[agent] = epoch + 1
+        for r in regs:
+            if isinstance(r, Reg):
+                g.clock.tainted[(r.cls, r.idx)] = (I, epoch)
 
     def tmem_store(self, g: Any, I: Instr, column: int, n: int) -> None:
         self._tmem_warp(g, I, "st", column, n, True)
 
-    def tmem_wait(self, g: Any, kind: str) -> None:
+    def tmem_wait(self, g: Any, I: Instr, kind: str) -> None:
         agent = self.new_agent((kind, g.cta.rank, g.first_warp))
         epoch = self.sequence.setdefault(agent, 1)
+        if self.tmem.last_touch.get(agent, 0) > g.clock.vc[0, agent]:
+            self.machine.ordered.add(I.index)
         np.maximum(g.clock.vc[:, agent], epoch, out=g.clock.vc[:, agent])
         self.sequence[agent] = epoch + 1
         if kind == "ld":

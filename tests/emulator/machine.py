@@ -123,7 +123,11 @@ class Machine:
         self.started = 0
         #: waits that ever put a warp to sleep: instruction index → (executed, slept)
         self.wait_counts: dict[int, list[int]] = {}
+        #: instructions whose wait or fence brought its warp anything new (race checker)
+        self.ordered: set[int] = set()
         self.reports: list[Any] = []
+        #: fault harness: (role, column) → column
+        self.column_hook: Any = None
         #: counts for the profile: bytes and operations by name
         self.tally: dict[str, int] = {}
 

@@ -24,6 +24,15 @@ from ..registry import Wait, op
 from .mbarrier import at
 
 _OFFSET = (1 << CTA_SHIFT) - 1
+
+
+def _column(g: Any, role: str, column: int) -> int:
+    """First column of an access. ``role``: d (accumulator), a (operand), sf (scale factors), ld, st. The fault harness
+    hooks in here to record the regions a kernel uses and to shift one of them."""
+    hook = g.machine.column_hook
+    return column if hook is None else hook(role, column)
+
+
 _GROUP = "cta_group::1 cta_group::2 sync aligned"
 
 
@@ -126,10 +135,12 @@ def relinquish(g: Any, I: Instr, m: np.ndarray) -> None:
 _SHAPES = "32x32b x1 x2 x4 x8 x16 x32 x64 x128 b32"
 
 
-def _place(g: Any, I: Instr, address: Any, m: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+def _place(g: Any, I: Instr, address: Any, m: np.ndarray, n: int, role: str) -> tuple[np.ndarray, np.ndarray]:
     """Lane (row) and first column per active lane; checks ownership and allocation."""
     a = g.addr(address)[m]
     row, col = (a >> 16) + g.lane[m], a & 0xFFFF
+    if g.machine.column_hook is not None:
+        col = col + (_column(g, role, int(col[0])) - int(col[0]))
     if (row >> 5 != g.warp[m] % 4).any():
         raise MemoryFaultError(f"warp accesses TMEM lanes {int(row.min())}..{int(row.max())} outside its quadrant; {g.where(I)}")
     for c in np.unique(col):
@@ -145,7 +156,7 @@ def _check_shape(I: Instr) -> None:
 @op("tcgen05.ld", aligned=True, allow=f"sync aligned {_SHAPES}", check=_check_shape, writes=True)
 def load(g: Any, I: Instr, m: np.ndarray) -> None:
     regs = list(I.args[0].items) if isinstance(I.args[0], Vec) else [I.args[0]]
-    row, col = _place(g, I, I.args[1], m, len(regs))
+    row, col = _place(g, I, I.args[1], m, len(regs), "ld")
     if g.clock is not None:
         g.cluster.checker.tmem_load(g, I, int(col[0]), len(regs), regs)
     words = g.cta.tmem.words
@@ -165,7 +176,7 @@ def load(g: Any, I: Instr, m: np.ndarray) -> None:
 @op("tcgen05.st", aligned=True, allow=f"sync aligned {_SHAPES}", check=_check_shape)
 def store(g: Any, I: Instr, m: np.ndarray) -> None:
     regs = list(I.args[1].items) if isinstance(I.args[1], Vec) else [I.args[1]]
-    row, col = _place(g, I, I.args[0], m, len(regs))
+    row, col = _place(g, I, I.args[0], m, len(regs), "st")
     if g.clock is not None:
         g.cluster.checker.tmem_store(g, I, int(col[0]), len(regs))
     v = np.stack([g.ev(r)[m] for r in regs], 1)
@@ -195,7 +206,7 @@ def wait(g: Any, I: Instr, m: np.ndarray) -> None:
                 keep.append((mask, finish))
         g.state["tmem_stores"] = keep
     if g.clock is not None:
-        g.cluster.checker.tmem_wait(g, kind)
+        g.cluster.checker.tmem_wait(g, I, kind)
 
 
 @op("tcgen05.fence", allow="fence::before_thread_sync fence::after_thread_sync")
@@ -247,7 +258,7 @@ def _check_copy(I: Instr) -> None:
 def copy(g: Any, I: Instr, m: np.ndarray) -> None:
     """32 rows of 128 bits from shared memory to four columns, replicated to the four lane quadrants."""
     for lane in np.flatnonzero(m):
-        column, d = int(g.addr(I.args[0])[lane]) & 0xFFFF, int(g.ev(I.args[1], "D")[lane])
+        column, d = _column(g, "sf", int(g.addr(I.args[0])[lane]) & 0xFFFF), int(g.ev(I.args[1], "D")[lane])
         ctas = _pair(g, I)
         addresses = operand_addresses(d, 32, 16, False, 1)
         token = g.cluster.checker.issue_tensor(g, I) if g.clock is not None else None
@@ -283,14 +294,16 @@ class Product:
         self.ctas = _pair(g, I)
         self.kind = next(x for x in I.parts if x.startswith("kind::")).removeprefix("kind::")
         self.scaled = "block_scale" in I.parts
-        self.d = int(g.addr(A[0])[lane]) & 0xFFFF
+        self.d = _column(g, "d", int(g.addr(A[0])[lane]) & 0xFFFF)
         self.a_in_tmem = isinstance(A[1], Mem)
         self.a = int(g.addr(A[1])[lane]) if self.a_in_tmem else int(g.ev(A[1], "D")[lane])
+        if self.a_in_tmem:
+            self.a = self.a & ~0xFFFF | _column(g, "a", self.a & 0xFFFF)
         self.b = int(g.ev(A[2], "D")[lane])
         idesc = self.idesc = int(g.ev(A[3])[lane])
         rest = list(A[4:])
         if self.scaled:
-            self.sfa, self.sfb = (int(g.addr(x)[lane]) for x in rest[:2])
+            self.sfa, self.sfb = (_column(g, "sf", int(g.addr(x)[lane]) & 0xFFFF) for x in rest[:2])
             rest = rest[2:]
         if rest and isinstance(rest[0], Vec):  # disable-output-lane
             if any(int(g.ev(x)[lane]) for x in rest[0].items):
