@@ -390,7 +390,8 @@ def report(config: NumericsConfig, results: dict[str, Any]) -> str:
     """Two tables, against FP64 and against BF16, with the published figures beside them."""
     parts = [
         f"{config.name}: {results['samples']} samples, {results['tokens']:,} events, longest {results['longest']:,}; "
-        f"dim {config.shape.dim}, {config.shape.heads} heads, {config.shape.seeds} seeds; {config.data.projections} init, {config.data.loss} loss. SQNR in dB."
+        f"dim {config.shape.dim}, {config.shape.heads} heads, {config.shape.seeds} seeds; "
+        f"{config.data.projections} init, {config.data.loss} loss. SQNR in dB."
     ]
     for kind, title in (("fp64", "against FP64"), ("bf16", "against BF16")):
         table = results[kind]

@@ -82,7 +82,7 @@ def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, ep
         low = F.linear(round_mxfp8(qn.detach()), round_mxfp8(proj.detach().to(torch.float32)))
         q = q + (low - q.detach())
     q = q.unflatten(1, (heads, -1))
-    if numerics is not None and numerics.hadamard:
+    if numerics is not None and numerics.rotates(q.shape[-1]):
         q = q @ hadamard_matrix(q.shape[-1], q.device)
     return q
 
@@ -136,7 +136,7 @@ def pma_attention(
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
     block = opts.block(head_dim)
-    projection = _projection(w_k, heads, opts, opts.hadamard)
+    projection = _projection(w_k, heads, opts, opts.rotates(head_dim))
 
     normed: Tensor | None = None
     mean = total = None
@@ -281,7 +281,7 @@ def pma_attention_backward(
     batch, dim = offsets.shape[0] - 1, heads * head_dim
     block = opts.block(head_dim)
     need_values, need_q, need_norm, need_k, need_v = needs
-    projection = _projection(w_k, heads, opts, opts.hadamard)
+    projection = _projection(w_k, heads, opts, opts.rotates(head_dim))
     value_weight = None if w_v is None else _projection(w_v, heads, opts, False)
 
     q8 = MXTensor.from_bytes(q_codes, q_scale, block)
@@ -337,7 +337,7 @@ def pma_attention_backward(
         dk, d_normed, projection.weight, values, norm_weight, rstd, xn, dv_mean=d_normed_mean, offsets=None,
         needs=(need_values, need_norm, need_k),
     )  # fmt: skip
-    if dw_k is not None and opts.hadamard:
+    if dw_k is not None and opts.rotates(head_dim):
         dw_k = rotate_rows(dw_k, heads)
     return (
         _empty(values, values.dtype) if dx is None else dx,

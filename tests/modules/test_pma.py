@@ -21,7 +21,7 @@ VARIANTS = {
     "single": dict(numerics=Numerics(key_projection="e4m3")),
     "token": dict(numerics=Numerics(scales="token")),
     "static": dict(numerics=Numerics(scales="static", key_projection="e4m3x2"), value_proj=True),
-    "hadamard": dict(numerics=Numerics(hadamard=True)),
+    "unrotated": dict(numerics=Numerics(hadamard=False)),
     "smoothing": dict(numerics=Numerics(q_smoothing=True)),
     "stabilizer": dict(numerics=Numerics.preset("default", softmax_stabilizer=True)),
     "fp16 dQ": dict(numerics=Numerics.preset("default", dq_dtype=torch.float16)),
