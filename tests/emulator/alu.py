@@ -405,6 +405,12 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
         f = f"N.f32_to_{d[:4]}"
         hi, lo = (f"{f}({c.val(x, 'F')})" for x in A[1:3])
         return c.assign(A[0], f"({hi}.astype(u16)<<u16(8))|{lo}", "H")
+    if d in ("e4m3x2", "e5m2x2") and s == "f16x2":
+        if mode != "rn" or "satfinite" not in I.parts:
+            raise I.unsupported("rounding of cvt to FP8")
+        v, f = c.val(A[1], "U"), f"N.f32_to_{d[:4]}"
+        lo, hi = (f"{f}({x}.astype(u16).view(f16).astype(f32))" for x in (v, f"({v}>>u32(16))"))
+        return c.assign(A[0], f"({hi}.astype(u16)<<u16(8))|{lo}", "H")
     if d == "ue8m0x2" and s == "f32":
         if mode not in ("rz", "rp") or "satfinite" not in I.parts:
             raise I.unsupported("rounding of cvt to ue8m0")
@@ -435,7 +441,7 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
         return c.assign(A[0], f"bf16_to_f32({c.val(A[1], 'H')})", "F")
     if "satfinite" in I.parts or d not in VIEW_OF_TYPE or s not in VIEW_OF_TYPE or "x2" in d + s:
         raise I.unsupported("form of cvt")
-    src = c.val(A[1], VIEW_OF_TYPE[s])
+    src = c.truncated(A[1], s)
     if s in ("s8", "u8"):
         src = f"{src}.astype({'np.int8' if s == 's8' else 'u8'})"
     if "sat" in I.parts:

@@ -35,6 +35,11 @@ SIZE_OF_TYPE = {
     "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16,
 }  # fmt: skip
 
+#: Register class that each view shows; a register of another class has another number space.
+CLASS_OF_VIEW = {
+    "P": "p", "H": 16, "h": 16, "f": 16, "U": 32, "S": 32, "F": 32, "D": 64, "L": 64, "E": 64, "X": 64, "Q": 128,
+}  # fmt: skip
+
 Emitter = Callable[["Codegen", Instr], list[str]]
 EMITTERS: dict[str, Emitter] = {}
 
@@ -86,6 +91,8 @@ class Codegen:
     def val(self, a: Any, view: str) -> str:
         """Source text of operand ``a`` read (or written) as ``view``."""
         if isinstance(a, Reg):
+            if a.cls != CLASS_OF_VIEW[view]:
+                raise UnsupportedError(f"register {a} of {a.cls} bits as {view}")
             return f"{view}[{a.idx}]"
         if isinstance(a, Imm):
             if view == "P":
@@ -121,10 +128,28 @@ class Codegen:
         mask = f",where={self.mask}[:,None]" if self.where else ""
         return [f"cp(X[{dst.idx}],{expression},casting='unsafe'{mask})"]
 
+    def truncated(self, a: Any, t: str) -> str:
+        """Source operand of type ``t`` whose register may be wider: its low bits, seen as ``t``."""
+        view = VIEW_OF_TYPE[t]
+        if not isinstance(a, Reg) or a.cls == CLASS_OF_VIEW[view]:
+            return self.val(a, view)
+        size, dtype = SIZE_OF_TYPE[t], np.dtype(DTYPE_OF_VIEW[view])
+        if a.cls not in (32, 64) or size * 8 >= a.cls:
+            raise UnsupportedError(f"register {a} of {a.cls} bits as {t}")
+        low = f"U2[{a.idx}][0]" if a.cls == 64 else f"U[{a.idx}]"
+        return f"{low}.view(i32)" if dtype == np.int32 else f"{low}.astype(u{dtype.itemsize * 8}).view(np.{dtype.name})"
+
     def emit(self, I: Instr) -> list[str] | None:
         """Source of an instruction, or None if its opcode is not straight-line (an engine has it)."""
         f = EMITTERS.get(I.parts[0])
-        return None if f is None else f(self, I)
+        if f is None:
+            return None
+        try:
+            return f(self, I)
+        except UnsupportedError as error:
+            if "PTX line" in str(error):
+                raise
+            raise I.unsupported(str(error)) from None
 
 
 def only(I: Instr, allowed: str) -> None:
