@@ -1,13 +1,15 @@
 """Which backend serves an attention call: the one place where that is decided.
 
 ``choose`` looks at the device and at what the call asks for. A kernel backend is a module with ``forward`` and ``backward`` of the
-reference's signatures and ``unsupported(features) -> str``, which says in words what it cannot serve ("" if it can). Modules are imported
-when first needed.
+reference's signatures and ``unsupported(features) -> str``, which says in words what it cannot serve ("" if it can). It may have
+``prepare`` (``lp_fa4.reference.prepare`` with ``softmax_scale`` added and ``lse_shift`` in its result: what centring K took from the LSE). Modules are
+imported when first needed.
 """
 
 import importlib
 import importlib.util
 import logging
+import math
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ log = logging.getLogger("lp_fa4")
 BACKENDS = ("sm100", "sm90", "reference")
 """Best first."""
 
-_CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}
+_CAPABILITIES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3))}
 _MODULES = {"reference": "lp_fa4.reference", "sm90": "lp_fa4.sm90", "sm100": "lp_fa4.sm100"}
 _announced: set[tuple[str, str]] = set()
 
@@ -38,6 +40,7 @@ class Features(NamedTuple):
     backward: bool = True
     config: AttentionConfig = DEFAULT
     blocks: tuple[tuple[int, int], ...] | None = None
+    softmax_scale: float = 1.0
 
 
 def _reference_reason(features: Features) -> str:
@@ -54,14 +57,17 @@ def _kernel_reason(name: str, device: torch.device, features: Features) -> str:
     if not torch.cuda.is_available():
         return f"{name} kernels need a CUDA device, and this process sees none"
     capability = torch.cuda.get_device_capability(device)
-    if capability != _CAPABILITY[name]:
-        return f"{name} kernels need compute capability {_dotted(_CAPABILITY[name])}, and {device} has {_dotted(capability)}"
+    if capability not in _CAPABILITIES[name]:
+        wanted = " or ".join(map(_dotted, _CAPABILITIES[name]))
+        return f"{name} kernels need compute capability {wanted}, and {device} has {_dotted(capability)}"
     if importlib.util.find_spec("cutlass") is None:
         return f"{name} kernels need the package nvidia-cutlass-dsl (extra 'kernels'), which is not installed"
     if not all((features.config.round_p, features.config.round_do, features.config.round_ds)):
         return "config.round_p, round_do and round_ds must be True: only the reference can leave a tensor unrounded"
     if features.q_mean:
         return "q_mean (Q smoothing) is served by the reference only"
+    if not 0.0 <= features.softmax_scale < math.inf:
+        return f"softmax_scale is {features.softmax_scale}; the kernels need a finite one of at least 0"
     backend = module(name)
     if not hasattr(backend, "forward") or not hasattr(backend, "unsupported"):
         return f"this version has no {name} attention kernels"

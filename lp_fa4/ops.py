@@ -10,6 +10,7 @@ Operators::
     lp_fa4::sequence_sums                                                    per-sequence sums
 """
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -34,13 +35,6 @@ def layout_of(*tensors: MXTensor) -> list[int]:
 def _operand(codes: Tensor, scale: Tensor, layout: Sequence[int], index: int, offsets: Optional) -> MXTensor:
     tokens, columns, jagged = layout[_LAYOUT_INTS * index : _LAYOUT_INTS * (index + 1)]
     return MXTensor.from_bytes(codes, scale, (tokens, columns), offsets if jagged else None, 0)
-
-
-def _features(
-    head_dim: int, heads: int, kv_heads: int, causal: bool, shared_q: bool, jagged_q: bool, config: str, **more
-) -> dispatch.Features:
-    group = heads // kv_heads if kv_heads else 1
-    return dispatch.Features(head_dim, causal, shared_q, jagged_q, group, config=AttentionConfig.from_key(config), **more)
 
 
 def _pick(device: torch.device, features: dispatch.Features, backend: str, *, say: bool) -> str:
@@ -98,7 +92,10 @@ def problem_features(p: AttentionProblem, *, backward: bool) -> dispatch.Feature
     """What a problem asks of a backend."""
     blocks = (p.q.block, p.k.block, p.v.block)
     jagged = p.offsets_q is not None
-    return dispatch.Features(p.head_dim, p.causal, p.shared_q, jagged, p.group, p.q_mean is not None, backward, p.config, blocks)
+    assert p.softmax_scale is not None
+    return dispatch.Features(
+        p.head_dim, p.causal, p.shared_q, jagged, p.group, p.q_mean is not None, backward, p.config, blocks, p.softmax_scale
+    )
 
 
 @custom_op("lp_fa4::attention_forward", mutates_args=())
@@ -256,14 +253,17 @@ def run_backward(
     deterministic: bool,
     needs: tuple[bool, ...] = (True, True, True),
 ) -> Gradients:
-    """A backend's backward. Only the reference takes a gradient of the LSE, and only it skips what nobody needs."""
+    """A backend's backward. Kernels take dO in BF16, and compute all three gradients whether needed or not."""
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     backend = dispatch.module(name)
     if name == "reference":
         return backend.backward(p, result, dout, deterministic=deterministic, dlse=dlse, needs=needs)
-    if dlse is not None:
+    dout = dout.to(torch.bfloat16).contiguous()
+    if dlse is None:
+        return backend.backward(p, result, dout, deterministic=deterministic)
+    if "dlse" not in inspect.signature(backend.backward).parameters:
         raise NotImplementedError(f"a gradient of the LSE is not served by backend {name!r}; use backend='reference', or detach the LSE")
-    return backend.backward(p, result, dout, deterministic=deterministic)
+    return backend.backward(p, result, dout, deterministic=deterministic, dlse=dlse.to(torch.float32).contiguous())
 
 
 def _plain(x: MXTensor | Tensor) -> tuple[Tensor, Tensor]:
@@ -334,8 +334,10 @@ def _drop_in_block(name: str, head_dim: int) -> tuple[int, int]:
     return (128, head_dim) if name == "sm90" else (32, 32)
 
 
-def _flash_features(q: Tensor, k: Tensor, causal: bool, config: str, backward: bool) -> dispatch.Features:
-    return _features(q.shape[2], q.shape[1], k.shape[1], causal, False, True, config, backward=backward)
+def _flash_features(q: Tensor, k: Tensor, causal: bool, config: str, backward: bool, softmax_scale: float) -> dispatch.Features:
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    cfg = AttentionConfig.from_key(config)
+    return dispatch.Features(q.shape[2], causal, False, True, group, backward=backward, config=cfg, softmax_scale=softmax_scale)
 
 
 @custom_op("lp_fa4::flash_attention_forward", mutates_args=())
@@ -358,10 +360,15 @@ def flash_attention_forward(
     ``k_mean, v_mean, v_sum`` (empty where nothing was centred).
     """
     cfg = AttentionConfig.from_key(config)
-    name = _pick(q.device, _flash_features(q, k, causal, config, backward), backend, say=True)
+    name = _pick(q.device, _flash_features(q, k, causal, config, backward, softmax_scale), backend, say=True)
     impl = dispatch.module(name)
-    prepare = getattr(impl, "prepare", None) or dispatch.module("reference").prepare
-    made = prepare(q, k, v, offsets_q, offsets_k, causal, cfg, _drop_in_block(name, q.shape[2]))
+    block = _drop_in_block(name, q.shape[2])
+    if name != "reference" and hasattr(impl, "prepare"):
+        made = impl.prepare(q, k, v, offsets_q, offsets_k, causal, cfg, block, softmax_scale)
+        shift = made.lse_shift
+    else:
+        made = dispatch.module("reference").prepare(q, k, v, offsets_q, offsets_k, causal, cfg, block)
+        shift = None if made.k_mean is None else softmax_scale * _row_dots(q, made.k_mean, offsets_q)
     p = AttentionProblem(
         made.q,
         made.k,
@@ -376,8 +383,8 @@ def flash_attention_forward(
     )
     result = impl.forward(p)
     lse = result.lse
-    if made.k_mean is not None:
-        lse = lse + softmax_scale * _row_dots(q, made.k_mean, offsets_q)
+    if shift is not None:
+        lse = lse + shift
     means = [q.new_empty(0, dtype=torch.float32) if m is None else m for m in (made.k_mean, made.v_mean, made.v_sum)]
     codes = [t for mx in (made.q, made.k, made.v) for t in (mx.codes, mx.scale_bytes)]
     keep = _keeps_centred(made.v_mean, cfg) or q.dtype != torch.bfloat16
@@ -405,7 +412,7 @@ def _row_dots(q: Tensor, k_mean: Tensor, offsets_q: Tensor) -> Tensor:
 @flash_attention_forward.register_fake
 def _(q, k, v, offsets_q, offsets_k, softmax_scale, causal, deterministic, config, backend, backward):
     cfg = AttentionConfig.from_key(config)
-    name = _pick(q.device, _flash_features(q, k, causal, config, backward), backend, say=False)
+    name = _pick(q.device, _flash_features(q, k, causal, config, backward, softmax_scale), backend, say=False)
     block = _drop_in_block(name, q.shape[2])
     rows, heads, dim = q.shape
     centred = cfg.center_p and not causal
@@ -452,7 +459,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dq, dk, dv`` in the dtypes given. An operand that is not needed comes back 0."""
     cfg = AttentionConfig.from_key(config)
-    name = _pick(q.device, _flash_features(q, k, causal, config, True), backend, say=False)
+    name = _pick(q.device, _flash_features(q, k, causal, config, True, softmax_scale), backend, say=False)
     block = _drop_in_block(name, q.shape[2])
     centred = v_mean.dim() == 3
     p = AttentionProblem(

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import logging
+import types
 
 import pytest
 import torch
@@ -349,6 +350,55 @@ def test_auto_says_once_what_it_took(caplog, monkeypatch):
             flash_attn_func(*tensors())
         flash_attn_func(*tensors(), backend="reference")
     assert [r.getMessage() for r in caplog.records] == ["lp_fa4: attention on cpu runs on backend 'reference'"]
+
+
+class Kernels:
+    """Stands for a kernel backend: the reference's arithmetic behind the hooks that ``lp_fa4.dispatch`` documents."""
+
+    calls: list
+
+    def __init__(self):
+        self.calls = []
+
+    def unsupported(self, features):
+        return "causal is True; these kernels serve False" if features.causal else ""
+
+    def prepare(self, q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale):
+        self.calls.append("prepare")
+        made = reference.prepare(q, k, v, offsets_q, offsets_k, causal, config, block)
+        return types.SimpleNamespace(**made._asdict(), lse_shift=torch.full((q.shape[1], q.shape[0]), 2.0))
+
+    def forward(self, problem):
+        self.calls.append(f"forward {problem.q.block}")
+        return reference.forward(problem)
+
+    def backward(self, problem, result, dout, *, deterministic=False):
+        self.calls.append(f"backward {dout.dtype} {dout.is_contiguous()} {deterministic}")
+        return reference.backward(problem, result, dout)
+
+
+def test_a_kernel_backend_is_called_through_its_hooks(monkeypatch):
+    kernels = Kernels()
+    monkeypatch.setattr(
+        dispatch, "_kernel_reason", lambda name, device, features: kernels.unsupported(features) if name == "sm90" else "none"
+    )
+    monkeypatch.setattr(dispatch, "module", lambda name: kernels if name == "sm90" else reference)
+    monkeypatch.setattr(dispatch, "_announced", set())
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, deterministic=True)
+    out.transpose(1, 2).sum().backward()
+    assert kernels.calls == ["prepare", "forward (128, 32)", "backward torch.bfloat16 True True"]
+    plain, plain_lse, _ = flash_attn_func(*tensors(), return_attn_probs=True, backend="reference")
+    assert sqnr(out, plain) > 25
+    assert (lse - plain_lse - 2.0).abs().max() < 1.0  # the stand-in's shift, not the reference's (another block shape moves it by less)
+    kernels.calls.clear()
+    flash_attn_func(q, k, v, causal=True)  # auto goes to what can serve
+    assert kernels.calls == []
+    with pytest.raises(ValueError, match="backend='sm90' cannot serve this call: causal is True; these kernels serve False"):
+        flash_attn_func(q, k, v, causal=True, backend="sm90")
+    with pytest.raises(NotImplementedError, match="a gradient of the LSE is not served by backend 'sm90'"):
+        flash_attn_func(q, k, v, return_attn_probs=True)[1].sum().backward()
 
 
 def test_explicit_reference_is_what_auto_takes_here():
