@@ -2,8 +2,8 @@
 
 ``choose`` looks at the device and at what the call asks for. A kernel backend is a module with ``forward`` and ``backward`` of the
 reference's signatures and ``unsupported(features) -> str``, which says in words what it cannot serve ("" if it can). It may have
-``prepare`` (``lp_fa4.reference.prepare`` with ``softmax_scale`` added and ``lse_shift`` in its result: what centring K took from the LSE). Modules are
-imported when first needed.
+``prepare``: ``lp_fa4.reference.prepare`` with ``softmax_scale`` added and ``lse_shift`` in its result, which is what centring K took from
+the LSE. Modules are imported when first needed.
 """
 
 import importlib
