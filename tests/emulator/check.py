@@ -66,11 +66,13 @@ class Waivers:
         early_use: registers of a ``tcgen05.ld`` may be used before ``wait::ld`` (the hardware's register scoreboard holds
             the use); the wait is still needed before anything else may touch those columns.
         completes_on_use: the first use of a ``tcgen05.ld``'s registers counts as its ``wait::ld``.
+        in_flight_at_exit: the last asynchronous arrivals may come after the CTA's last warp has gone.
         uninitialised: reads of never-written shared or tensor memory are not reported.
     """
 
     early_use: bool = False
     completes_on_use: bool = False
+    in_flight_at_exit: bool = False
     uninitialised: bool = False
 
 
@@ -265,6 +267,8 @@ class Checker:
         self.taint_cache: dict[Any, Any] = machine.compiled.__dict__.setdefault("taint_cache", {})
         self.seen: set[Any] = set()
         self.tensormaps: dict[int, Any] = machine.__dict__.setdefault("tensormap_writes", {})
+        #: per CTA: latest epoch of each remote or asynchronous agent that touched its shared memory, and where
+        self.touches: list[dict[int, tuple[int, int]]] = [{} for _ in cluster.ctas]
         self.new_agent("nobody")
         for g in cluster.gangs:
             g.clock = Clock(self, g)
@@ -397,7 +401,12 @@ class Checker:
             self.report(
                 "data access to a live mbarrier", f"shared {rank << CTA_SHIFT | word << 2:#x}", "", g.where(I), "mbarrier.inval before reuse", (-1, I.index)
             )
-        self._access(self.shared, "shared", idx, c.vc, c.agent, int(c.vc[0, c.agent]), True, False, g, I, self.site(g, I), write)
+        epoch, site = int(c.vc[0, c.agent]), self.site(g, I)
+        if len(self.touches) > 1:
+            for rank in np.unique(a >> CTA_SHIFT):
+                if rank != g.cta.rank:
+                    self._touch(int(rank), c.agent, epoch, site)
+        self._access(self.shared, "shared", idx, c.vc, c.agent, epoch, True, False, g, I, site, write)
 
     # --- mbarriers ---------------------------------------------------------------------------------------------------
     def barrier_init(self, g: Any, I: Instr, b: Any, old: Any) -> None:
@@ -422,8 +431,15 @@ class Checker:
                 "a barrier after mbarrier.init", (first_I.index, I.index),
             )  # fmt: skip
 
+    def _touch(self, rank: int, agent: int, epoch: int, site: int) -> None:
+        old = self.touches[rank].get(agent)
+        if old is None or epoch > old[0]:
+            self.touches[rank][agent] = (epoch, site)
+
     def barrier_arrive(self, g: Any, I: Instr, b: Any, relaxed: bool) -> None:
         self._initialised(g, I, b)
+        if b.address >> CTA_SHIFT != g.cta.rank:
+            self._touch(b.address >> CTA_SHIFT, g.clock.agent, int(g.clock.vc[0, g.clock.agent]), self.site(g, I))
         b.clock = g.clock.release_relaxed(b.clock) if relaxed else g.clock.release(b.clock)
 
     def barrier_acquire(self, g: Any, I: Instr, b: Any) -> None:
@@ -447,6 +463,7 @@ class Checker:
 
     def complete(self, token: Token) -> None:
         b = self.cluster.barriers[token.barrier]
+        self._touch(token.barrier >> CTA_SHIFT, token.agent, token.epoch, token.site)
         clock = np.zeros((2, self.capacity), i32) if b.clock is None else b.clock.copy()
         np.maximum(clock[:, token.agent], token.epoch, out=clock[:, token.agent])
         b.clock = clock
@@ -487,6 +504,7 @@ class Checker:
         return token
 
     def commit_arrives(self, token: Token, b: Any) -> None:
+        self._touch(b.address >> CTA_SHIFT, token.agent, token.epoch, token.site)
         b.clock = token.vc if b.clock is None else np.maximum(b.clock, token.vc)
 
     def _token_access(self, token: Token, shadow: Shadow, space: str, idx: Any, write: bool) -> None:
@@ -584,7 +602,18 @@ class Checker:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """The cluster ended."""
+        """The cluster ended: nobody may touch a CTA's shared memory after all its warps have gone."""
+        if self.waivers.in_flight_at_exit:
+            return
+        for cta, touches in zip(self.cluster.ctas, self.touches, strict=True):
+            end = np.max([g.clock.vc for g in cta.gangs], axis=0)[0]
+            for agent, (epoch, site) in touches.items():
+                if epoch > end[agent]:
+                    g, I = self.sites[site]
+                    self.report(
+                        "CTA exits while its shared memory or barriers are in use", f"CTA {cta.ctaid}", g.where(I), "exit of its last warp",
+                        "a wait (producer tail, cluster barrier) before the exit", (I.index, -1),
+                    )  # fmt: skip
 
 
 _ = SIZE_OF_TYPE

@@ -178,8 +178,12 @@ class Campaign:
             spans = self.regions[name].spans
             for role, column in spans:
                 later = [c for r, c in spans if r == role and c > column]
-                width = {"sf": 4, "a": 32}.get(role, 128)
+                width = {"sf": 4, "a": 8}.get(role, 128)
                 spans[role, column] = min([width, *(c - column for c in later)])
+            for role, column in sorted(spans, reverse=True):  # the K steps of one operand in TMEM are one region
+                before = next((k for k in spans if k[0] == role == "a" and k[1] + spans[k] == column), None)
+                if before is not None:
+                    spans[before] += spans.pop((role, column))
             for (role, column), width in sorted(spans.items()):
                 self.sites.append(Site(name, "TMEM region", f"{role} at column {column}", region=(role, column, width), executed=True, acts=True))
 
@@ -229,12 +233,12 @@ class Campaign:
 def campaign_cases() -> dict[str, Any]:
     """Name → (case builder, waivers)."""
     from . import kernels as k
-    from .waivers import EARLY_USE, FA4_FORWARD_SM100, NONE
+    from .waivers import EARLY_USE, FA4_BACKWARD_SM100, FA4_FORWARD_SM100, NONE
 
     return {
         "fa4_forward_sm100": (lambda: k.fa4_forward("sm_100a", 256, 512), FA4_FORWARD_SM100),
-        "fa4_backward_sm100": (lambda: k.fa4_backward("sm_100a", 256, 256), EARLY_USE),
-        "fa4_backward_sm100_512": (lambda: k.fa4_backward("sm_100a", 512, 512), EARLY_USE),
+        "fa4_backward_sm100": (lambda: k.fa4_backward("sm_100a", 256, 256), FA4_BACKWARD_SM100),
+        "fa4_backward_sm100_512": (lambda: k.fa4_backward("sm_100a", 512, 512), FA4_BACKWARD_SM100),
         "quack_mxfp8_sm100": (lambda: k.quack_mxfp8_gemm("sm_100a", 200, 192, 1280), EARLY_USE),
         "quack_bf16_sm100": (lambda: k.quack_gemm("sm_100a", 256, 192, 640), EARLY_USE),
         "fa4_forward_sm90": (lambda: k.fa4_forward("sm_90a", 256, 512), NONE),

@@ -18,3 +18,8 @@ EARLY_USE = Waivers(early_use=True)
 #: in the correction loop of flash_fwd_sm100.py). Each load's registers are used before the warp signals anyone, so the
 #: use is taken as the wait; a signal before the first use would still be reported.
 FA4_FORWARD_SM100 = Waivers(completes_on_use=True)
+
+#: flash-attn-4's sm_100 backward, as ``EARLY_USE``; in its two-CTA form the MMA warp also ends with
+#: ``pipeline_Kt.consumer_release`` (flash_bwd_sm100.py, "dQ = dS @ K" of the tail), whose arrival no warp waits for, so it
+#: may land after the CTA's last warp has exited.
+FA4_BACKWARD_SM100 = Waivers(early_use=True, in_flight_at_exit=True)
