@@ -145,7 +145,12 @@ def _max(c: Codegen, I: Instr) -> list[str]:
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
         nan = "NaN" in I.parts
         return _half(c, I, f"np.{('maximum' if nan else 'fmax') if op == 'max' else ('minimum' if nan else 'fmin')}(a,b)")
-    only(I, f"f32 f64 ftz NaN xorsign abs {_INT}")
+    only(I, f"f32 f64 ftz NaN xorsign abs relu {_INT}")
+    if "relu" in I.parts:  # integers: the result is clamped at 0
+        if t != "s32" or len(A) != 3:
+            raise I.unsupported(f".relu of {t}")
+        name = {"max": "maximum", "min": "minimum"}[op]
+        return c.assign(A[0], f"np.maximum(np.{name}({c.val(A[1], 'S')},{c.val(A[2], 'S')}),0)", "S")
     if "xorsign" in I.parts or "abs" in I.parts:
         raise I.unsupported("max/min .xorsign.abs")
     view = VIEW_OF_TYPE[t]

@@ -164,13 +164,14 @@ class Clock:
             if origin not in self.tainted:
                 continue
             source, epoch = self.tainted[origin]
-            if checker.waivers.completes_on_use:
+            if checker.waivers.completes_on_use and source.parts[0] != "wgmma":
                 agent = checker.keys["ld", g.cta.rank, g.first_warp]
                 self.vc[:, agent] = np.maximum(self.vc[:, agent], epoch)
             elif not checker.waivers.early_use:
+                wait = "wgmma.wait_group" if source.parts[0] == "wgmma" else "tcgen05.wait::ld"
                 checker.report(
                     "value read early", f"register {reg}", source.where(), g.where(I),
-                    "tcgen05.wait::ld between the load and this use", (source.index, I.index),
+                    f"{wait} between the load and this use", (source.index, I.index),
                 )  # fmt: skip
         loads = self.tainted
         self.tainted = {r: loads[o] for r, o in after.items() if o in loads}
@@ -321,6 +322,12 @@ class Checker:
             missing = f"cp.async.bulk.wait_group in warp {name[2]} of CTA {name[1]}, then an edge to here"
         elif what == "tensor":
             missing = "tcgen05.commit after it, a wait on that mbarrier, and an edge to here"
+        elif what == "wgmma":
+            missing = f"wgmma.wait_group in warpgroup {name[2]} of CTA {name[1]}, then an edge to here"
+        elif what == "cp.async":
+            missing = f"cp.async.wait_group in warp {name[2]} of CTA {name[1]}, then an edge to here"
+        elif what == "atomic":
+            missing = "a barrier between the atomic and the plain access"
         else:
             missing = f"a barrier from warp {name[2]} of CTA {name[1]} to here"
         self.report(kind, place, first_g.where(first_I), g.where(I), missing, (first_I.index, I.index))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import check_sm90
 from ..codegen import SIZE_OF_TYPE
 from ..errors import MemoryFaultError
 from ..memory import host_read
@@ -113,8 +114,8 @@ def atomic(g: Any, I: Instr, m: np.ndarray) -> None:
         memory.check_shared(here, n, lambda: g.where(I))
     else:
         memory.globals.check(here, n, lambda: g.where(I))
-    if g.clock is not None:
-        g.cluster.checker.atomic_access(g, I, here, n, shared)
+    if g.clock is not None and shared:
+        check_sm90.atomic_access(g, I, here, n)
     old = np.empty((lanes.size, n), np.uint8)
     for i, lane in enumerate(lanes):
         at = int(addresses[lane])

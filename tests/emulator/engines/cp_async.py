@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import check_sm90
 from ..errors import MemoryFaultError
 from ..memory import host_gather
 from ..numerics import i64
@@ -72,9 +73,7 @@ def copy(g: Any, I: Instr, m: np.ndarray) -> None:
     state = _state(g)
     operation = Copy(m.copy(), state.committed.copy())
     if g.clock is not None:
-        operation.token = g.cluster.checker.issue_copy(g, I)
-        for d in dst:
-            g.cluster.checker.shared_range(operation.token, int(d), size, write=True)
+        operation.token = check_sm90.copy_issued(g, I, dst, size)
     state.copies.append(operation)
 
     def complete() -> None:
@@ -84,8 +83,6 @@ def copy(g: Any, I: Instr, m: np.ndarray) -> None:
                 data[count == n, :n] = host_gather(src[count == n], int(n))
         g.memory.arena[dst[:, None] + np.arange(size)] = data
         operation.done = True
-        if operation.token is not None:
-            g.cluster.checker.complete(operation.token)
 
     load_operation(g, complete)
     g.machine.add("cp_async_bytes", size * lanes.size)
@@ -123,7 +120,7 @@ def wait_group(g: Any, I: Instr, m: np.ndarray) -> Wait | None:
         return wait
     if g.clock is not None:
         for c in older:
-            g.cluster.checker.copy_waited(g, c.token)
+            check_sm90.copy_waited(g, I, c.token)
     state.copies = [c for c in state.copies if (c.mask & ~(m & (c.group < limit))).any()]
     return None
 
@@ -139,14 +136,14 @@ def arrive(g: Any, I: Instr, m: np.ndarray) -> None:
             barrier.pending += 1
 
         def complete(earlier: list[Copy] = earlier, barrier: Any = barrier) -> None:
-            if all(c.done for c in earlier):
-                barrier.arrive()
-            else:
+            if not all(c.done for c in earlier):
                 load_operation(g, complete)
+                return
+            if g.clock is not None:
+                check_sm90.copies_arrive(g, barrier, [c.token for c in earlier])
+            barrier.arrive()
 
         load_operation(g, complete)
-    if g.clock is not None:
-        raise I.unsupported("cp.async.mbarrier.arrive under the race checker")
 
 
 _ = (Imm, Mem)

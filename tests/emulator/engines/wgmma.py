@@ -17,10 +17,12 @@ products and accumulator are cut off, towards zero, at that many bits under the 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from .. import check_sm90
 from ..errors import EmulatorError, UnsupportedError
 from ..matrix import operand_addresses, operand_words
 from ..memory import CTA_SHIFT
@@ -115,7 +117,9 @@ class Product:
         self.descriptors: tuple[int, ...] = ()
         self.accumulate = False
         self.done = False
-        self.tokens: list[Any] = []
+        #: race checker: clock of each warp at its issue; agent and epoch of the reads
+        self.clocks: list[Any] = [None] * WARPS
+        self.agent, self.epoch = -1, 0
 
     def join(self, group: Warpgroup, g: Any, warp: int, lanes: slice, descriptors: tuple[int, ...], accumulate: bool) -> bool:
         """One warp issues; True when it is the last of the four."""
@@ -137,6 +141,9 @@ class Product:
                 raise EmulatorError(f"accumulators overlap those of a product in flight ({other.I.where()}); {g.where(self.I)}")
             if other.shape.a_registers is not None and np.intersect1d(other.shape.a_registers, mine).size:
                 raise EmulatorError(f"accumulators overlap the A registers of a product in flight ({other.I.where()}); {g.where(self.I)}")
+        if g.clock is not None:
+            self.clocks[warp] = g.clock.vc.copy()
+            g.clock.vc[0, g.clock.agent] += 1
         if not chained:
             if accumulate:
                 self.before[warp] = registers[mine, lanes]
@@ -261,7 +268,7 @@ def _groups(g: Any, warp: int) -> Groups:
 _SHAPES = " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (16, 32))
 
 
-@op("wgmma.mma_async", aligned=True, allow=f"sync aligned f32 f16 bf16 e4m3 e5m2 {_SHAPES}", check=_check)
+@op("wgmma.mma_async", aligned=True, allow=f"sync aligned f32 f16 bf16 e4m3 e5m2 {_SHAPES}", check=_check, writes=True)
 def mma_async(g: Any, I: Instr, m: np.ndarray) -> None:
     s, A = shape_of(I), I.args
     for group, warp, lanes in _warps(g, I, m):
@@ -282,8 +289,42 @@ def mma_async(g: Any, I: Instr, m: np.ndarray) -> None:
             raise EmulatorError(f"warps of one warpgroup issue different products ({product.I.where()}); {g.where(I)}")
         complete = product.join(group, g, warp, lanes, descriptors, accumulate)
         _groups(g, warp).open.append(product)
+        if g.clock is not None:
+            for r in A[0].items:
+                g.clock.tainted[r.cls, r.idx] = (I, number)
         if complete:
+            if g.clock is not None:
+                _declare(product)
             _submit(g, group, product)
+
+
+@lru_cache(maxsize=65536)
+def _row_words(descriptor: int, shape: tuple[int, int, bool, int], first: int, count: int) -> np.ndarray:
+    """The 4-byte words of rows ``first`` to ``first + count`` of an operand, sorted."""
+    rows, k, mn_major, element = shape
+    return np.unique(operand_addresses(descriptor, rows, k, mn_major, element, True)[first : first + count] >> 2)
+
+
+def _declare(product: Product) -> None:
+    """Tell the race checker what is read, once all four warps have issued."""
+    s = product.shape
+    g = product.parts[0][0]  # type: ignore[index]
+    base = g.cta.rank << (CTA_SHIFT - 2)
+    b = operand_words(product.descriptors[-1], s.n, s.k, s.b_mn_major, s.element, True) + base
+    epoch = None
+    for w, (gang, _) in enumerate(product.parts):  # type: ignore[misc]
+        words = [b]
+        if s.a_registers is None:
+            words.append(_row_words(product.descriptors[0], (ROWS, s.k, s.a_mn_major, s.element), 16 * w, 16) + base)
+        product.agent, epoch = check_sm90.product_read(gang, product.I, g.first_warp // WARPS, epoch, product.clocks[w], words)
+    product.epoch = epoch or 0
+
+
+def _waited(g: Any, I: Instr, products: list[Product]) -> None:
+    for p in products:
+        check_sm90.product_waited(g, I, p.agent, p.epoch)
+    if products:
+        check_sm90.accumulators_waited(g, I, max(p.number for p in products))
 
 
 def _predicate(g: Any, I: Instr, p: Any, lanes: slice) -> bool:
@@ -369,6 +410,8 @@ def wait_group(g: Any, I: Instr, m: np.ndarray) -> Wait | None:
     if not wait.ready():
         counts[1] += 1
         return wait
+    if g.clock is not None:
+        _waited(g, I, older)
     for _, warp, _lanes in warps:
         groups = _groups(g, warp)
         groups.committed = groups.committed[len(groups.committed) - keep :] if keep else []
