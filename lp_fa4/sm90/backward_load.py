@@ -21,6 +21,7 @@ from lp_fa4.sm90.backward_ops import advance, arrive, effect, mask_of, pick_pair
 ACCUMULATOR_ORDER = ("6420", "7531")
 PAIRS_ORDER = ("6240", "7351")
 TURN_WARPS = 3
+STAT_BYTES = 4 * STAT_FLOATS
 
 
 class Item:
@@ -84,7 +85,7 @@ def copy_warp(spec, stages: cutlass.Constexpr, items, total, kv_heads, bars, tma
                 kphase = kphase ^ 1
                 for s in cutlass.range(chunks * spec.group, unroll=1):
                     head, low, count, turn = segment(spec, item, first, chunk, chunks, s, n)
-                    for i in cutlass.range(count, unroll=1):
+                    for _ in cutlass.range(count, unroll=1):
                         do_tile = Int64((item.qrow + low + turn) * heads + head)
                         q_tile = do_tile
                         if cutlass.const_expr(spec.shared):
@@ -92,10 +93,10 @@ def copy_warp(spec, stages: cutlass.Constexpr, items, total, kv_heads, bars, tma
                         cute.arch.mbarrier_wait(bars.a_empty + stage, phase)
                         with cute.arch.elect_one():
                             full = bars.a_full + stage
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * tile_bytes + 4 * STAT_FLOATS)
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * tile_bytes + STAT_BYTES)
                             address = Int32(full.toint())
                             bulk(smem.q_address + stage * tile_bytes, glob.q + q_tile * tile_bytes, tile_bytes, address)
-                            bulk(smem.stat_address + stage * (4 * STAT_FLOATS), glob.stats + do_tile * (4 * STAT_FLOATS), 4 * STAT_FLOATS, address)
+                            bulk(smem.stat_address + stage * STAT_BYTES, glob.stats + do_tile * STAT_BYTES, STAT_BYTES, address)
                             bulk(smem.do_address + stage * tile_bytes, glob.do + do_tile * tile_bytes, tile_bytes, address)
                         stage, phase = advance(stage, phase, stages)
                         turn = turn + 1
@@ -125,12 +126,13 @@ def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, it
         for n in cutlass.range(item.n0, item.n1, unroll=1):
             first, chunk, chunks = query_span(spec, item, n)
             for s in cutlass.range(chunks * spec.group, unroll=1):
-                head, low, count, _ = segment(spec, item, first, chunk, chunks, s, n)
+                _, _, count, _ = segment(spec, item, first, chunk, chunks, s, n)
                 for i in cutlass.range(count, unroll=1):
                     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                     cute.arch.mbarrier_wait(bars.b_empty + out, out_phase)
-                    turn_tile(smem.do_address + stage * tile_bytes, smem.dot_address + out * tile_bytes, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
-                    turn_tile(smem.q_address + stage * tile_bytes, smem.qt_address + out * tile_bytes, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
+                    a, b = stage * tile_bytes, out * tile_bytes
+                    turn_tile(smem.do_address + a, smem.dot_address + b, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
+                    turn_tile(smem.q_address + a, smem.qt_address + b, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
                     cute.arch.fence_view_async_shared()
                     cute.arch.sync_warp()
                     arrive(bars.b_full + out)
@@ -149,7 +151,9 @@ def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, it
 
 
 @cute.jit
-def turn_tile(source: Int32, target: Int32, head_dim: cutlass.Constexpr, tokens: cutlass.Constexpr, order: cutlass.Constexpr, warp: Int32, limit):
+def turn_tile(
+    source: Int32, target: Int32, head_dim: cutlass.Constexpr, tokens: cutlass.Constexpr, order: cutlass.Constexpr, warp: Int32, limit
+):
     """``[tokens, D]`` codes to ``[D, tokens]``, both in the swizzle of their row length (64 or 128 bytes). ``limit``: tokens at or past
     it become 0 (None: all are kept)."""
     lane = cute.arch.lane_idx()
@@ -170,12 +174,10 @@ def turn_tile(source: Int32, target: Int32, head_dim: cutlass.Constexpr, tokens:
             w[0], w[1], w[2], w[3] = w[0] & low, w[1] & high, w[2] & low, w[3] & high
         even, odd = order
         d = 32 * column + 16 * (matrix >> 1) + 2 * row + (matrix & 1)
-        if cutlass.const_expr(tokens == 128):
-            to = d * 128 + ((run ^ (d & 7)) << 4)
-        else:
-            to = d * 64 + ((run ^ ((d >> 1) & 3)) << 4)
+        to = d * tokens + ((run ^ (d & 7 if cutlass.const_expr(tokens == 128) else (d >> 1) & 3)) << 4)
+        words = [pick_pairs(w[i], w[i + 1], which) for i in (0, 2) for which in (even, odd)]
         effect(
-            [target + to, pick_pairs(w[0], w[1], even), pick_pairs(w[0], w[1], odd), pick_pairs(w[2], w[3], even), pick_pairs(w[2], w[3], odd)],
+            [target + to, *words],
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
             "r,r,r,r,r",
         )

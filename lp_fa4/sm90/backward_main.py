@@ -281,8 +281,7 @@ class BackwardMain:
                     fk, fv, top, share = key_factors(spec, k_scale, v_scale, item, n, w.warp)
                     cute.arch.mbarrier_wait(bars.k_full, kphase)
                     if const_expr(spec.deterministic):
-                        if w.lane == 0:  # the reductions of the key tile before are performed, not only read
-                            cute.arch.cp_async_bulk_wait_group(0)
+                        self.settle(w)
                     for s in cutlass.range(segments, unroll=1):
                         head, low, count, turn = segment(spec, item, first, chunk, chunks, s, n)
                         target = grads.dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
@@ -298,7 +297,7 @@ class BackwardMain:
                         now = (stage, phase, out, out_phase, buffer, ds_phase)
                         x = step(spec, True, w, dV, dK, Float32(1.0), keys, limits, now, now, target)
                         cute.arch.mbarrier_wait(bars.kt_full, kphase)
-                        for i in cutlass.range(count - 1, unroll=1):
+                        for _ in cutlass.range(count - 1, unroll=1):
                             last, last_turn = (stage, phase, out, out_phase, buffer, ds_phase), turn
                             stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
                             turn = turn + 1
@@ -330,6 +329,12 @@ class BackwardMain:
             cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
+    def settle(self, w):
+        """Wait until this warp's dQ reductions are performed, not only read: those of the next key tile come after them."""
+        if w.lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
     def limits(self, w, left, diagonal):
         """Mask parameters of one step, see ``score_gradients`` and ``diagonal_mask``; ``diagonal`` of the warp's first key."""
         row = w.lane // 4
@@ -348,29 +353,35 @@ class BackwardMain:
         """Store a key tile's dV and dK, with the partial sums of earlier segments."""
         spec = self.spec
         d = spec.head_dim
-        if const_expr(spec.long):
-            for i in cutlass.range_constexpr(d // 2):
-                dV[i], dK[i] = dV[i] * dv_factor, dK[i] * dk_factor
-            dv_factor, dk_factor = Float32(1.0), Float32(1.0)
-            if segments > 1:
-                take_partial(spec, w, dV, scratch)
-                take_partial(spec, w, dK, scratch + KEY_TILE * d * 4)
         row = Int64(item.k0 + n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk
-        if const_expr(spec.mxfp8):
-            scale = (Int64(item.k0 // 32 + item.b + 4 * n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
-            groups = left  # of this warp's group, whose first warp writes
-            store_mxfp8(spec, w, dV, dv_factor, grads.dv + row * d, kv_heads * d, left, grads.dv_scale + scale, groups)
-            store_mxfp8(spec, w, dK, dk_factor, grads.dk + row * d, kv_heads * d, left, grads.dk_scale + scale, groups)
-        else:
-            store_bf16(spec, w, dV, dv_factor, grads.dv + row * (2 * d), kv_heads * (2 * d), left)
-            store_bf16(spec, w, dK, dk_factor, grads.dk + row * (2 * d), kv_heads * (2 * d), left)
+        scale = (Int64(item.k0 // 32 + item.b + 4 * n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
+        for acc, factor, target, bytes_, part in (
+            (dV, dv_factor, grads.dv, grads.dv_scale, 0),
+            (dK, dk_factor, grads.dk, grads.dk_scale, KEY_TILE * d * 4),
+        ):
+            if const_expr(spec.long):
+                self.add_earlier(w, acc, factor, segments, scratch + part)
+                factor = Float32(1.0)
+            if const_expr(spec.mxfp8):  # ``left`` of a group's first warp says whether the group exists
+                store_mxfp8(spec, w, acc, factor, target + row * d, kv_heads * d, left, bytes_ + scale, left)
+            else:
+                store_bf16(spec, w, acc, factor, target + row * (2 * d), kv_heads * (2 * d), left)
+
+    @cute.jit
+    def add_earlier(self, w, acc, factor, segments, scratch):
+        """Scale one result and add the partial sums of its earlier segments."""
+        for i in cutlass.range_constexpr(self.spec.head_dim // 2):
+            acc[i] = acc[i] * factor
+        if segments > 1:
+            take_partial(self.spec, w, acc, scratch)
 
 
 @kernel_cache
 def compile_main(arch: str, spec: BackwardSpec):
     """Compile for ``arch``. Arguments at launch, in order (all row-major and compact unless said otherwise; H = Hkv * group):
 
-    k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32 ``[1]``, items in use;
+    k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32
+    ``[1]``, items in use;
     q_tiles, do_tiles: uint8 ``[tile rows, H, 64 * D]``; stats: fp32 ``[tile rows, H, 256]``; dq: fp32 ``[tile rows, H, 64 * D]`` in
     accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]`` (unused with
     BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: dQ replicas, tile rows of
@@ -382,7 +393,7 @@ def compile_main(arch: str, spec: BackwardSpec):
     grad_scale = fake("uint8", (symbol(), kv_heads, d // 32), align=1, compact=True)
     codes = lambda: fake("uint8", (rows, kv_heads, d))  # noqa: E731
     scale = lambda: fake("uint8", (symbol(), kv_heads), align=1, compact=True)  # noqa: E731
-    images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True, align=128)  # noqa: E731
+    images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True)  # noqa: E731
     return build(
         arch,
         BackwardMain(spec),

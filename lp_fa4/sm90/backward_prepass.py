@@ -21,8 +21,21 @@ from cutlass import Float32, Int32, Int64, const_expr
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inverse_of_byte, log2, scale_of_byte
 from lp_fa4.common.sequence import find_sequence
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.backward_layout import CHUNK, CHUNK_TILES, QUERY_TILE, STAT_A, STAT_B, STAT_C, STAT_DK, STAT_DQ, STAT_DV
-from lp_fa4.sm90.backward_layout import STAT_FLOATS, STAT_Q0, STAT_S0, PrepassSpec
+from lp_fa4.sm90.backward_layout import (
+    CHUNK,
+    CHUNK_TILES,
+    QUERY_TILE,
+    STAT_A,
+    STAT_B,
+    STAT_C,
+    STAT_DK,
+    STAT_DQ,
+    STAT_DV,
+    STAT_FLOATS,
+    STAT_Q0,
+    STAT_S0,
+    PrepassSpec,
+)
 from lp_fa4.sm90.backward_ops import effect
 
 THREADS = 256
@@ -61,7 +74,24 @@ class Prepass:
     ):
         grid = Int32(sums.shape[0]) * Int32(dout.shape[1])
         self.kernel(
-            dout, out, row_max, row_sum, dlse, q, q_scale, offsets_q, offsets_k, do_tiles, q_tiles, stats, sums, dq, dk, dv, queries, softmax_scale
+            dout,
+            out,
+            row_max,
+            row_sum,
+            dlse,
+            q,
+            q_scale,
+            offsets_q,
+            offsets_k,
+            do_tiles,
+            q_tiles,
+            stats,
+            sums,
+            dq,
+            dk,
+            dv,
+            queries,
+            softmax_scale,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -88,7 +118,6 @@ class Prepass:
     ):
         spec = self.spec
         bid, _, _ = cute.arch.block_idx()
-        tid, _, _ = cute.arch.thread_idx()
         heads = Int32(dout.shape[1])
         batch = Int32(offsets_k.shape[0]) - 1
         chunk_row, head = bid // heads, bid % heads
@@ -107,7 +136,9 @@ class Prepass:
         self.zero(dq, dk, dv, offsets_k, batch)
         smem = cutlass.utils.SmemAllocator()
         row_bytes = smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
-        column_sums = smem.allocate_tensor(Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16)
+        column_sums = smem.allocate_tensor(
+            Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
+        )
         peaks = smem.allocate_tensor(Int32, cute.make_layout(8), byte_alignment=16)
         if left > 0:
             first = start + CHUNK * chunk
@@ -282,11 +313,12 @@ class Prepass:
                     if byte < 255:
                         top = cutlass.max(top, byte)
             at = stat + Int64(tid) * step
-            unit = scale_of_byte(reference) * 2.0 ** -spec.p_scale_log2
+            unit = scale_of_byte(reference) * 2.0**-spec.p_scale_log2
             for half in cutlass.range_constexpr(2):
                 byte = top
                 if const_expr(not spec.q_static):
-                    if QUERY_TILE * tid + 32 * half < left:
+                    inside = QUERY_TILE * tid + 32 * half < left
+                    if inside:
                         byte = Int32(q_scale[scale_row + CHUNK // 32 * chunk + 2 * tid + half, head])
                 factor = scale_of_byte(byte)
                 effect([at + 4 * (STAT_S0 + half), factor * (softmax_scale * math.log2(math.e))], "st.global.f32 [$0], $1;", "l,f")
@@ -328,7 +360,7 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     zeroed past the last sequence; queries per sequence (if not jagged); softmax scale.
     """
     heads, rows, d = symbol(), symbol(), spec.head_dim
-    images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True, align=128)  # noqa: E731
+    images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True)  # noqa: E731
     per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
     offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
     grad = lambda: fake("uint8", (symbol(), symbol(16)), compact=True)  # noqa: E731

@@ -52,7 +52,11 @@ def store_bf16(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32):
             b = 8 * jj + 32 * half
             chunk = (2 * jj + lane // 16) ^ (lane % 8)
             words = [bf16x2(acc[b + o] * factor, acc[b + o + 1] * factor) for o in (0, 2, 4, 6)]
-            effect([w.staging + row * 128 + chunk * 16, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+            effect(
+                [w.staging + row * 128 + chunk * 16, *words],
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+                "r,r,r,r,r",
+            )
         cute.arch.sync_warp()
         for it in cutlass.range_constexpr(4):
             r = 4 * it + lane // 8
