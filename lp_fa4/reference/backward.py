@@ -4,14 +4,29 @@ Recomputes P from the same reconstructed q and k as the forward, takes dO throug
 P and dS to E4M3 before their products. :class:`lp_fa4.config.AttentionConfig` has the formulas.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor
 
-from lp_fa4.config import LOG2_E
+from lp_fa4.config import LOG2_E, AttentionConfig
 from lp_fa4.mx import quantize_mx
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
 from lp_fa4.reference.forward import score_bias
-from lp_fa4.reference.rounding import CODE_UNIT, Chunk, Span, chunks, codes_to_float, fake_quantize, operand, pad_keys, scores, spans
+from lp_fa4.reference.rounding import (
+    CODE_UNIT,
+    WHOLE_ELEMENTS,
+    Chunk,
+    Operand,
+    Span,
+    chunks,
+    codes_to_float,
+    fake_quantize,
+    pad_keys,
+    scores,
+    spans,
+)
 
 FP16_ROOM_LOG2 = 15
 """Bounded FP16 partials stay under 2^15: half of FP16's largest value, which leaves room for what rounding adds to the bound."""
@@ -48,16 +63,16 @@ def backward(
     dk = torch.zeros(p.tokens, p.kv_heads, dim, dtype=torch.float32, device=device)
     dv = torch.zeros_like(dk)
     dv_mean = torch.zeros(p.batch, p.kv_heads, dim, dtype=torch.float32, device=device) if p.centred_backward else None
-    shared = operand(p.q, 0, p.q.shape[0], 0) if p.shared_q else None
+    operands = [Operand(x) for x in (p.q, p.k, p.v)]
+    shared = operands[0].rows(0, p.q.shape[0], 0) if p.shared_q else None
+    row_sides = _row_sides(p, result, dout, dlse)
     for span in spans(p):
         if span.queries == 0 or span.keys == 0:
             continue
-        q = shared if shared is not None else operand(p.q, span.q0, span.q1, span.index)
-        k = pad_keys(operand(p.k, span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
-        v = pad_keys(operand(p.v, span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
-        rows = slice(span.r0, span.r1)
-        do = dout[rows].to(torch.float32).transpose(0, 1).contiguous()
-        side = _RowSide(p, result, span, do, None if dlse is None else dlse[:, rows].to(torch.float32))
+        q = shared if shared is not None else operands[0].rows(span.q0, span.q1, span.index)
+        k = pad_keys(operands[1].rows(span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
+        v = pad_keys(operands[2].rows(span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
+        side = row_sides(span)
         dqb = torch.zeros(heads, span.queries, dim, dtype=torch.float32, device=device)
         dkb, dvb = torch.zeros_like(k), torch.zeros_like(v)
         _gradients(p, span, q, k, v, side, dqb, dkb, dvb, needs)
@@ -65,7 +80,7 @@ def backward(
         dk[keys] = _over_group(dkb, p)[:, : span.keys].transpose(0, 1)
         dv[keys] = _over_group(dvb, p)[:, : span.keys].transpose(0, 1)
         if dv_mean is not None:
-            dv_mean[span.index] = _over_group(do, p).sum(1) / span.keys
+            dv_mean[span.index] = _over_group(side.do, p).sum(1) / span.keys
         if p.shared_q:
             dq += dqb.transpose(0, 1)
         else:
@@ -83,22 +98,51 @@ def _over_group(x: Tensor, p: AttentionProblem) -> Tensor:
     return x if p.group == 1 else x.unflatten(0, (p.kv_heads, p.group)).sum(1)
 
 
+@dataclass(frozen=True)
 class _RowSide:
-    """What the pre-pass makes of one sequence's rows: dO8 ``[H, Q, D]``, and per row ``[H, Q]`` the maximum, sum, D and norm of dO."""
+    """What the pre-pass makes of rows: dO and dO8 ``[..., H, Q, D]``; per row ``[..., H, Q]`` the maximum, sum and D."""
 
-    def __init__(self, p: AttentionProblem, result: ForwardResult, span: Span, do: Tensor, dlse: Tensor | None) -> None:
-        cfg = p.config
-        rows = slice(span.r0, span.r1)
-        self.blind = torch.isneginf(result.row_max[:, rows])
-        self.row_max = torch.where(self.blind, 0.0, result.row_max[:, rows])
-        self.row_sum = torch.where(self.blind, 1.0, result.row_sum[:, rows])
-        self.norm = torch.linalg.vector_norm(do, dim=-1)
-        out = result.centred_out[rows].to(torch.float32).transpose(0, 1)
-        folded = do / self.row_sum[..., None] if cfg.fold_l_into_do else do
-        self.do8 = fake_quantize(folded, cfg.do_block) if cfg.round_do else folded
-        self.delta = ((self.do8 if cfg.delta_from == "quantized" else folded) * out).sum(-1)
+    do: Tensor
+    do8: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    delta: Tensor
+
+    @classmethod
+    def make(cls, cfg: AttentionConfig, do: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor, dlse: Tensor | None) -> "_RowSide":
+        """From dO and the saved centred output, FP32 ``[..., H, Q, D]``, and rows ``[..., H, Q]``."""
+        blind = torch.isneginf(row_max)
+        row_max, row_sum = torch.where(blind, 0.0, row_max), torch.where(blind, 1.0, row_sum)
+        folded = do / row_sum[..., None] if cfg.fold_l_into_do else do
+        do8 = fake_quantize(folded, cfg.do_block) if cfg.round_do else folded
+        delta = ((do8 if cfg.delta_from == "quantized" else folded) * out).sum(-1)
         if dlse is not None:
-            self.delta = self.delta - (dlse / self.row_sum if cfg.fold_l_into_do else dlse)
+            delta = delta - (dlse / row_sum if cfg.fold_l_into_do else dlse)
+        return cls(do, do8, row_max, row_sum, delta)
+
+    def of(self, sequence: int) -> "_RowSide":
+        """One sequence of a batch."""
+        return _RowSide(*(getattr(self, f.name)[sequence] for f in fields(self)))
+
+
+def _row_sides(p: AttentionProblem, result: ForwardResult, dout: Tensor, dlse: Tensor | None) -> Callable[[Span], _RowSide]:
+    """The pre-pass of each sequence; equal query counts of moderate size go through at once (rows and blocks never cross sequences)."""
+    cfg = p.config
+
+    def make(lead: tuple[int, ...], rows: slice) -> _RowSide:
+        def by_head(x: Tensor) -> Tensor:
+            return x[rows].to(torch.float32).reshape(*lead, -1, *x.shape[1:]).transpose(-3, -2).contiguous()
+
+        def per_row(x: Tensor) -> Tensor:
+            return x[:, rows].to(torch.float32).reshape(p.heads, *lead, -1).movedim(0, -2).contiguous()
+
+        shift = None if dlse is None else per_row(dlse)
+        return _RowSide.make(cfg, by_head(dout), by_head(result.centred_out), per_row(result.row_max), per_row(result.row_sum), shift)
+
+    if p.offsets_q is None and p.batch > 1 and 0 < dout.numel() <= WHOLE_ELEMENTS:
+        whole = make((p.batch,), slice(0, p.rows))
+        return lambda span: whole.of(span.index)
+    return lambda span: make((), slice(span.r0, span.r1))
 
 
 def _gradients(
@@ -168,16 +212,17 @@ def _fp16_exponent(p: AttentionProblem, side: _RowSide, k: Tensor, v: Tensor, sp
     """
     cfg = p.config
     assert p.softmax_scale is not None
-    shape = side.norm.shape
+    norm = torch.linalg.vector_norm(side.do, dim=-1)
+    shape = norm.shape
     if isinstance(cfg.dq_scale, int):
         return torch.full(shape, cfg.dq_scale, dtype=torch.int32, device=k.device)
     v_norm, k_max = torch.linalg.vector_norm(v, dim=-1), k.abs().amax(-1)
     if p.causal:
         last = torch.arange(span.queries, device=k.device) + (span.keys - span.queries)
         column = last.clamp(min=0)
-        reach = side.norm * v_norm.cummax(-1).values[:, column] * k_max.cummax(-1).values[:, column]
+        reach = norm * v_norm.cummax(-1).values[:, column] * k_max.cummax(-1).values[:, column]
     else:
-        reach = (side.norm.amax(-1) * v_norm.amax(-1) * k_max.amax(-1))[:, None].expand(shape)
+        reach = (norm.amax(-1) * v_norm.amax(-1) * k_max.amax(-1))[:, None].expand(shape)
     bound = 2.0 * abs(p.softmax_scale) * reach
     _, exponent = torch.frexp(bound)
     usable = torch.isfinite(bound) & (bound > 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lp_fa4.config import LN_2, LOG2_E, AttentionConfig
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.reference.rounding import CODE_UNIT, Chunk, Span, chunks, codes_to_float, operand, pad_keys, scores, spans
+from lp_fa4.reference.rounding import CODE_UNIT, Chunk, Operand, Span, chunks, codes_to_float, pad_keys, scores, spans
 
 
 def forward(problem: AttentionProblem) -> ForwardResult:
@@ -24,13 +24,14 @@ def forward(problem: AttentionProblem) -> ForwardResult:
     saved = torch.zeros(rows, heads, dim, dtype=cfg.save_out_dtype, device=device)
     row_max = torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=device)
     row_sum = torch.zeros(heads, rows, dtype=torch.float32, device=device)
-    shared = operand(p.q, 0, p.q.shape[0], 0) if p.shared_q else None
+    operands = [Operand(x) for x in (p.q, p.k, p.v)]
+    shared = operands[0].rows(0, p.q.shape[0], 0) if p.shared_q else None
     for span in spans(p):
         if span.queries == 0 or span.keys == 0:
             continue
-        q = shared if shared is not None else operand(p.q, span.q0, span.q1, span.index)
-        k = pad_keys(operand(p.k, span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
-        v = pad_keys(operand(p.v, span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
+        q = shared if shared is not None else operands[0].rows(span.q0, span.q1, span.index)
+        k = pad_keys(operands[1].rows(span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
+        v = pad_keys(operands[2].rows(span.k0, span.k1, span.index)).repeat_interleave(p.group, 0)
         v_sum = p.v_sum[span.index].repeat_interleave(p.group, 0) if p.centred and p.v_sum is not None else None
         bias = score_bias(p, span, k)
         centred = torch.empty(heads, span.queries, dim, dtype=torch.float32, device=device)
@@ -109,7 +110,9 @@ def _attend(s: Tensor, v: Tensor, v_sum: Tensor | None, piece: Chunk, cfg: Atten
     c_tiles = None
     if v_sum is not None:
         first = min(cfg.key_tile, piece.keys)
-        c_tiles = torch.exp2(s[..., :first].mean(-1) - m[..., 0])[..., None] * torch.exp2(m[..., :1] - m)
+        c_tiles = torch.exp2(s[..., :first].mean(-1) - m[..., 0])[..., None]
+        if m.shape[-1] > 1:
+            c_tiles = c_tiles * torch.exp2(m[..., :1] - m)
     partial = []
     rescaled = bool((carry != 1.0).any())
     for view, t in tiles(s, cfg.key_tile):

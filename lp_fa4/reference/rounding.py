@@ -4,13 +4,14 @@ Rounding to E4M3 and back is the inner cost of the reference. The way back goes 
 and mantissa fields reads as the value times 2^-8, subnormals included, so no table and no slow FP8-to-float conversion is needed.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lp_fa4.mx import GROUP, MXTensor, decode_scale, encode_scale, inverse_scale
+from lp_fa4.mx import GROUP, MXTensor, decode_scale, inverse_scale
 from lp_fa4.problem import AttentionProblem
 
 CODE_UNIT = 256.0
@@ -46,6 +47,16 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     return x.unflatten(-2, (-1, br)).amax(-2)
 
 
+@functools.cache
+def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """By a maximum's exponent field, rounded up past 448's mantissa: ``2**-e``, and ``2**e * CODE_UNIT``, both from the byte rules."""
+    byte = (torch.arange(257) - 8).clamp(0, 247).to(torch.uint8)
+    return inverse_scale(byte).to(device), (decode_scale(byte) * CODE_UNIT).to(device)
+
+
+_ABOVE_448 = 0x7FFFFF - 0x600000  # added to the bits of a maximum: carries into the exponent if its mantissa is above 448's, 1.75
+
+
 def fake_quantize(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Quantize FP32 ``[..., R, C]`` to MXFP8 in blocks of the last two axes and back, by the byte rules of ``lp_fa4.mx``.
 
@@ -55,34 +66,53 @@ def fake_quantize(x: Tensor, block: tuple[int, int]) -> Tensor:
     if x.numel() == 0:
         return x
     br, bc = block[0] or rows, block[1] or columns
-    byte = encode_scale(block_amax(x, block))
+    maxima = block_amax(x, block)
+    up, down = _factors(x.device)
+    field = (maxima.view(torch.int32) + _ABOVE_448).bitwise_right_shift_(23).bitwise_and_(0x1FF)
+    up, down = up[field], down[field] + maxima * 0.0  # NaN where the block is not finite
 
     def spread(factor: Tensor) -> Tensor:  # [..., R, blocks along C, 1]
         return factor.repeat_interleave(br, dim=-2)[..., :rows, :].unsqueeze(-1)
 
-    up, down = spread(inverse_scale(byte)), spread(decode_scale(byte) * CODE_UNIT)
+    up, down = spread(up), spread(down)
+    if columns % bc == 0:
+        return codes_to_float(x.unflatten(-1, (-1, bc)) * up).mul_(down).flatten(-2)
     whole = columns // bc * bc
     out = torch.empty_like(x)
-    for lo, hi, width, b0, b1 in ((0, whole, bc, 0, whole // bc), (whole, columns, columns - whole, whole // bc, byte.shape[-1])):
+    for lo, hi, width, b0, b1 in ((0, whole, bc, 0, whole // bc), (whole, columns, columns - whole, whole // bc, maxima.shape[-1])):
         if lo < hi:
-            part = x[..., lo:hi].unflatten(-1, (-1, width))
-            scaled = part * up[..., b0:b1, :]
+            scaled = x[..., lo:hi].unflatten(-1, (-1, width)) * up[..., b0:b1, :]
             out[..., lo:hi].unflatten(-1, (-1, width)).copy_(codes_to_float(scaled).mul_(down[..., b0:b1, :]))
     return out
 
 
-def operand(mx: MXTensor, start: int, end: int, sequence: int) -> Tensor:
-    """FP32 values of one sequence of a jagged, dense-single or static operand: ``[H, end - start, D]``, contiguous."""
-    values = mx.payload[start:end].to(torch.float32)
-    scale = mx.scale_bytes
-    if mx.is_static:
-        factor = decode_scale(scale[:1])
-    else:
-        first = 0 if mx.offsets is None else start // GROUP + sequence
-        factor = decode_scale(scale[first : first + -(-(end - start) // GROUP)]).repeat_interleave(GROUP, dim=0)[: end - start]
-    if factor.shape[-1] != 1:
-        factor = factor.repeat_interleave(mx.block[1], dim=-1)
-    return (values * factor).transpose(0, 1).contiguous()
+WHOLE_ELEMENTS = 1 << 24
+"""Operands up to this size are dequantized at once, larger ones sequence by sequence: the same values, less time or less memory."""
+
+
+class Operand:
+    """FP32 values of a jagged, dense-single or static operand, one sequence at a time."""
+
+    def __init__(self, mx: MXTensor) -> None:
+        self.mx = mx
+        self.values = mx.dequantize() if mx.payload.numel() <= WHOLE_ELEMENTS else None
+
+    def rows(self, start: int, end: int, sequence: int) -> Tensor:
+        """``[H, end - start, D]``, contiguous."""
+        values = self._piece(start, end, sequence) if self.values is None else self.values[start:end]
+        return values.transpose(0, 1).contiguous()
+
+    def _piece(self, start: int, end: int, sequence: int) -> Tensor:
+        mx = self.mx
+        scale = mx.scale_bytes
+        if mx.is_static:
+            factor = decode_scale(scale[:1])
+        else:
+            first = 0 if mx.offsets is None else start // GROUP + sequence
+            factor = decode_scale(scale[first : first + -(-(end - start) // GROUP)]).repeat_interleave(GROUP, dim=0)[: end - start]
+        if factor.shape[-1] != 1:
+            factor = factor.repeat_interleave(mx.block[1], dim=-1)
+        return mx.payload[start:end].to(torch.float32) * factor
 
 
 def pad_keys(x: Tensor) -> Tensor:

@@ -198,3 +198,22 @@ def test_70000_sequences_of_two_events():
     case = make([2] * 2000, 1, 1, dim=32, mode="shared")
     result = reference.forward(case.problem)
     assert torch.isfinite(result.out).all() and result.out.shape == (2000, 1, 32)
+
+
+@pytest.mark.parametrize("mode", ["shared", "dense"])
+def test_equal_queries_alone_and_in_a_batch(mode):
+    """G3 where the pre-pass takes all sequences at once: one sequence's rows, keys and values by itself give the same bits."""
+    together = make(LENGTHS, 40, 2, mode=mode)
+    result, grads, dout = run(together)
+    p = together.problem
+    starts = p.offsets_k.tolist()
+    for b in (1, 4):
+        keys, rows = slice(starts[b], starts[b + 1]), slice(40 * b, 40 * b + 40)
+        q = together.q if mode == "shared" else together.q[rows]
+        alone = make([LENGTHS[b]], 40, 2, mode=mode, tensors=(q, together.k[keys], together.v[keys]))
+        single, other, _ = run(alone, dout[rows])
+        same_bits(result.out[rows], single.out, "out")
+        same_bits(whole(grads.dk)[keys], whole(other.dk), "dk")
+        same_bits(whole(grads.dv)[keys], whole(other.dv), "dv")
+        if mode == "dense":
+            same_bits(grads.dq[rows], other.dq, "dq")
