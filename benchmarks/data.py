@@ -258,7 +258,7 @@ class Dataset:
 
     def base_rate(self, requests: Requests) -> float:
         """Share of positive labels among the targets of `requests`."""
-        return float(np.mean(self.label[ranges(requests.start, requests.stop)]))
+        return float(np.mean(self.label[ranges(requests.start, requests.stop)], dtype=np.float64))
 
 
 def ranges(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
