@@ -71,13 +71,13 @@ def _(x):
 def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None) -> Tensor:
     """``RMSNorm(seeds) @ Wq^T`` as ``[Q, H, D]`` FP32, before it is quantized; differentiable.
 
-    There are ``Q`` rows, once a step, so FP32 sums of BF16 operands cost nothing. With ``query_projection="e4m3"`` the forward
-    product takes both operands in MXFP8; its gradient passes straight through to the BF16 product. ``numerics=None`` is BF16
-    attention.
+    There are ``Q`` rows, once a step, so FP32 costs nothing; and with no rounding before the one to E4M3 a compiler that keeps
+    intermediates in FP32 cannot change the codes. With ``query_projection="e4m3"`` the forward product takes both operands in MXFP8;
+    its gradient passes straight through to the FP32 product. ``numerics=None`` is BF16 attention.
     """
     s = seeds.to(torch.float32)
     qn = s * torch.rsqrt(s.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
-    q = F.linear(qn.to(torch.bfloat16).to(torch.float32), proj.to(torch.bfloat16).to(torch.float32))
+    q = F.linear(qn, proj.to(torch.float32))
     if numerics is not None and numerics.query_projection == "e4m3":
         low = F.linear(round_mxfp8(qn.detach()), round_mxfp8(proj.detach().to(torch.float32)))
         q = q + (low - q.detach())

@@ -25,7 +25,8 @@ class Numerics:
             which it provides.
         key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
             ``"e4m3"``: E4M3 times E4M3. The value projection, where there is one, follows it.
-        query_projection: ``"bf16"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are BF16 products.
+        query_projection: ``"fp32"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are FP32 products. (There are Q
+            rows, once a step, whatever the batch.)
         hadamard: rotate each head of Wq and Wk by a Hadamard matrix, whose order, the head dimension, must be a power of two. None: where
             it is one. Folded into the weights it costs next to nothing; it changes nothing on independent channels and gives back 4 to 7 dB
             where four channels of a head are four times louder in queries and keys alike (``configs/numerics_outliers.yaml``).
@@ -38,7 +39,7 @@ class Numerics:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     center: bool = True
     key_projection: str = "bf16"
-    query_projection: str = "bf16"
+    query_projection: str = "fp32"
     hadamard: bool | None = None
     q_smoothing: bool = False
     scales: str = "auto"
@@ -47,7 +48,7 @@ class Numerics:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("key_projection", _PROJECTIONS),
-            ("query_projection", ("bf16", "e4m3")),
+            ("query_projection", ("fp32", "e4m3")),
             ("scales", _SCALES),
         ):
             if getattr(self, name) not in allowed:
