@@ -178,7 +178,8 @@ def test_dtypes(x_dtype, w_dtype, autocast, precision):
     assert out.dtype == (autocast or x_dtype) and grad.dtype == x_dtype
     assert all(g.dtype == w_dtype for g in grads.values())
     plain = module(x, offsets)
-    assert torch.equal(out, plain.to(out.dtype))
+    # every output is a BF16 number in another dtype; FP16 alone may lose bits of it
+    assert torch.equal(out.to(x_dtype), plain) if x_dtype == torch.float16 else torch.equal(out, plain.to(out.dtype))
     found = ratios((out, grad, grads), exact(module, x, offsets))
     out_floor, events, parameters = floors("bf16" if precision == "bf16" else "")
     assert found.pop("out") > out_floor and found.pop("events") > events and min(found.values()) > parameters
