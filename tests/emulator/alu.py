@@ -417,9 +417,9 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
         lo, hi = (f"{f}({x}.astype(u16).view(f16).astype(f32))" for x in (v, f"({v}>>u32(16))"))
         return c.assign(A[0], f"({hi}.astype(u16)<<u16(8))|{lo}", "H")
     if d == "ue8m0x2" and s == "f32":
-        if mode not in ("rz", "rp") or "satfinite" not in I.parts:
+        if mode not in ("rz", "rp"):
             raise I.unsupported("rounding of cvt to ue8m0")
-        hi, lo = (f"N.f32_to_ue8m0({c.val(x, 'F')},{mode == 'rp'})" for x in A[1:3])
+        hi, lo = (f"N.f32_to_ue8m0({c.val(x, 'F')},{mode == 'rp'},{'satfinite' in I.parts})" for x in A[1:3])
         return c.assign(A[0], f"({hi}.astype(u16)<<u16(8))|{lo}", "H")
     if d == "e2m1x2" and s == "f32":
         hi, lo = (f"N.f32_to_e2m1({c.val(x, 'F')})" for x in A[1:3])

@@ -111,4 +111,12 @@ def device(arch: str) -> Iterator[None]:
         for cls in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
             patch(cls, "__call__", _calling(cls.__call__))
         _serve_cpu(("quack",))
+        define = torch.library.custom_op
+
+        def custom_op(name: str, fn: Any = None, /, *, device_types: Any = None, **rest: Any) -> Any:
+            if name.startswith("quack::"):  # imported only now: as _serve_cpu does
+                device_types = None
+            return define(name, fn, device_types=device_types, **rest)
+
+        patch(torch.library, "custom_op", custom_op)
         yield

@@ -277,3 +277,104 @@ def quack_rmsnorm(arch: str, m: int, n: int) -> Case:
             close(name, got, want, 2**-8 * want.abs().max().item())
 
     return Case(f"quack rmsnorm {m}x{n}", arch, None, call, verify)
+
+
+def _pack_scales(scale: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks] scale bytes → Quack's blocked buffer [1, rm, rk, 32, 4, 4]."""
+    from quack.blockscaled.quantize import pack_scale_2d_to_blocked_contig
+
+    rows, blocks = scale.shape
+    padded = torch.full(((rows + 127) // 128 * 128, (blocks + 3) // 4 * 4), 0xFF, dtype=torch.uint8)
+    padded[:rows, :blocks] = scale
+    return pack_scale_2d_to_blocked_contig(padded.view(torch.float8_e8m0fnu)[None])
+
+
+def _quantized(rows: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Payload [rows, k], scale bytes [rows, ceil(k / 32)], values; rows of different magnitude; k need not divide by 32."""
+    from quack.blockscaled.quantize import to_mx
+
+    full = (k + 31) // 32 * 32
+    x = torch.zeros(rows, full)
+    x[:, :k] = torch.randn(rows, k, generator=generator) * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator).float())
+    q, s = to_mx(x.bfloat16(), 32)
+    return q[:, :k], s.view(torch.uint8), (q.float() * s.float().repeat_interleave(32, -1))[:, :k]
+
+
+def quack_mxfp8_varlen_m(arch: str, lengths: list[int], n: int, k: int) -> Case:
+    """Grouped MXFP8 GEMM, ragged rows: sequence i's scales start at tile ``cu[i] // 128 + i``; pads hold 0xFF."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    qa, sa, va = _quantized(total, k, generator)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    padded = torch.full((((total + 127) // 128 + len(lengths) - 1) * 128, sa.shape[1]), 0xFF, dtype=torch.uint8)
+    for i, m in enumerate(lengths):
+        at = (int(cu[i]) // 128 + i) * 128
+        padded[at : at + m] = sa[int(cu[i]) : int(cu[i + 1])]
+    weights = [_quantized(n, k, generator) for _ in lengths]
+    reference = torch.cat([va[int(cu[i]) : int(cu[i + 1])] @ weights[i][2].T for i in range(len(lengths))])
+
+    def call() -> Any:
+        from quack.blockscaled.operand import BlockScaledOperand
+        from quack.gemm_interface import gemm
+
+        a = BlockScaledOperand.from_parts(qa, _pack_scales(padded), "mxfp8")
+        b = BlockScaledOperand.from_parts(
+            torch.stack([w[0] for w in weights]), torch.cat([_pack_scales(w[1]) for w in weights]), "mxfp8"
+        )
+        return gemm(a, b.mT, cu_seqlens_m=cu, tuned=False)
+
+    return Case(f"quack mxfp8 varlen_m {lengths}x{n}x{k}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()))
+
+
+def quack_mxfp8_varlen_k(arch: str, lengths: list[int], m: int, n: int) -> Case:
+    """Grouped MXFP8 GEMM, ragged contraction (weight gradients): scales of 4 blocks start at ``cu[i] // 128 + i``."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    tiles = (total + 127) // 128 + len(lengths) - 1
+    parts: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
+    for rows in (m, n):
+        scales = torch.full((rows, tiles * 4), 0xFF, dtype=torch.uint8)
+        payload, values = [], []
+        for i, k in enumerate(lengths):
+            q, s, v = _quantized(rows, k, generator)
+            at = (int(cu[i]) // 128 + i) * 4
+            scales[:, at : at + s.shape[1]] = s
+            payload.append(q)
+            values.append(v)
+        # the ragged operands keep M or N contiguous
+        parts.append((torch.cat(payload, 1).view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn), scales, values))
+    reference = torch.stack([parts[0][2][i] @ parts[1][2][i].T for i in range(len(lengths))])
+
+    def call() -> Any:
+        from quack.blockscaled.operand import BlockScaledOperand
+        from quack.gemm_interface import gemm
+
+        a, b = (BlockScaledOperand.from_parts(q, _pack_scales(s), "mxfp8") for q, s, _ in parts)
+        return gemm(a, b.mT, cu_seqlens_k=cu, tuned=False)
+
+    return Case(f"quack mxfp8 varlen_k {lengths} {m}x{n}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()))
+
+
+def quack_quantized_output(arch: str, m: int, n: int, k: int) -> Case:
+    """Dense MXFP8 GEMM whose epilogue quantizes: payload and scales against the quantizer applied to the fp32 product."""
+    generator = torch.Generator().manual_seed(0)
+    (a, av), (b, bv) = _mx_operand(m, k, generator), _mx_operand(n, k, generator)
+    reference = av @ bv.T
+
+    def call() -> Any:
+        from quack.gemm_interface import gemm
+
+        return gemm(a, b.mT, out_dtype="mxfp8", tuned=False)
+
+    def verify(value: Any) -> None:
+        got = value.dequantize(torch.float32)
+        blocks = reference.view(m, n // 32, 32)
+        # E4M3 keeps 3 mantissa bits: half a unit is 2^-4 of an element; small elements of a block are subnormal, at
+        # most half of 2^-9 scale units, and the scale is at most 2 * amax / 448
+        bound = blocks.abs() * 2.0**-4 + blocks.abs().amax(-1, keepdim=True) * (2.0**-9 / 448) * 2
+        error = (got.view(m, n // 32, 32) - blocks).abs()
+        worst = (error - bound).max().item()
+        assert worst <= 0, f"quantized output exceeds half a unit by {worst:.4g}"
+
+    return Case(f"quack mxfp8 gemm, quantized output {m}x{n}x{k}", arch, None, call, verify)

@@ -48,13 +48,14 @@ def f32_to_e5m2(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), u8(0x7F), r)
 
 
-def f32_to_ue8m0(x: np.ndarray, up: bool) -> np.ndarray:
-    """``cvt.{rz,rp}.satfinite.ue8m0x2.f32`` on one element: the exponent of |x|, rounded down or up."""
+def f32_to_ue8m0(x: np.ndarray, up: bool, saturate: bool) -> np.ndarray:
+    """``cvt.{rz,rp}{.satfinite}.ue8m0x2.f32`` on one element: the exponent of |x|, rounded down or up. Beyond 2^127:
+    254 if it saturates, else 255 (NaN)."""
     b = np.asarray(x, f32).view(u32) & u32(0x7FFFFFFF)
     e, mantissa = (b >> u32(23)).astype(i64), b & u32(0x7FFFFF)
     if up:  # a subnormal at most 2^-127 stays at code 0
         e = np.where(e == 0, (mantissa > u32(0x400000)).astype(i64), e + (mantissa != 0))
-    e = np.minimum(e, 254)
+    e = np.minimum(e, 254 if saturate else 255)
     return np.where(np.isnan(x), 255, e).astype(u8)
 
 
