@@ -23,7 +23,7 @@ from lp_fa4.sm90.backward_store import add_partial, store_bf16, store_mxfp8, sto
 
 A_STAGES, B_STAGES = 3, 2
 """Stages of (Q, dO, statistics) and of (Q^T, dO^T)."""
-REGISTERS = (32, 240)
+REGISTERS = (40, 232)
 """Feeding and computing warpgroups: 32 + 2 * 240 = 512, all there are."""
 THREADS = 384
 
