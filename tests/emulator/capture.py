@@ -458,6 +458,8 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self._alive: list[Any] = []
+        #: DLPack headers, never freed (some 200 bytes each): a consumer may call the deleter long after the call
+        self._headers: list[Any] = []
         self.extents: list[tuple[int, int]] = []
 
     def clear(self) -> None:
@@ -478,7 +480,8 @@ class DeviceMemory:
         managed.tensor = _DLTensor(tensor.data_ptr(), _CUDA, 0, tensor.dim(), code, bits, lanes, shape, strides, 0)
         managed.deleter = _no_delete
         self.register(tensor)
-        self._alive.append((managed, shape, strides, tensor))
+        self._headers.append((managed, shape, strides))
+        self._alive.append(tensor)
         return tvm_ffi.from_dlpack(_Exporter(_capsule(ctypes.addressof(managed), b"dltensor", None)))
 
     def register(self, tensor: Any) -> None:

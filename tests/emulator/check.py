@@ -119,11 +119,20 @@ class Clock:
         self.vc = np.zeros((2, checker.capacity), i32)
         self.vc[:, self.agent] = (1, 0)
         self.published: np.ndarray | None = None
+        #: waits and fences that brought something new, not yet followed by an action of this warp
+        self.pending_marks: list[int] = []
         #: register → the load that fills it, and that load's epoch
         self.tainted: dict[tuple[Any, int], tuple[Instr, int]] = {}
 
+    def acted(self) -> None:
+        """The warp touches memory, issues or releases: what it waited for before did order something."""
+        if self.pending_marks:
+            self.checker.machine.ordered.update(self.pending_marks)
+            self.pending_marks.clear()
+
     def release(self, into: np.ndarray | None) -> np.ndarray:
         """Publish this warp's past into an edge; later accesses belong to a new epoch."""
+        self.acted()
         out = self.vc.copy() if into is None else np.maximum(into, self.vc)
         self.vc[0, self.agent] += 1
         return out
@@ -145,7 +154,9 @@ class Clock:
             if "tensormap::generic" in parts:
                 self.checker.tensormap_fence(g, I)
             elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and "global" not in parts:
-                self.checker.machine.ordered.add(I.index)
+                written = self.checker.generic_writes
+                if ((self.vc[1] < written) & (written <= self.vc[0])).any():
+                    self.pending_marks.append(I.index)
                 np.maximum(self.vc[1], self.vc[0], out=self.vc[1])
                 self.vc[0, self.agent] += 1
             return
@@ -269,6 +280,8 @@ class Checker:
         self.seen: set[Any] = set()
         self.tensormaps: dict[int, Any] = machine.__dict__.setdefault("tensormap_writes", {})
         #: per CTA: latest epoch of each remote or asynchronous agent that touched its shared memory, and where
+        #: latest epoch of each agent's generic writes to shared memory
+        self.generic_writes = np.zeros(self.capacity, i32)
         self.touches: list[dict[int, tuple[int, int]]] = [{} for _ in cluster.ctas]
         self.new_agent("nobody")
         for g in cluster.gangs:
@@ -338,6 +351,9 @@ class Checker:
         asynchronous: bool, g: Any, I: Instr, site: int, write: bool,
     ) -> None:  # fmt: skip
         """Check an access of cells ``idx`` (an index array or a slice) against the shadow, then record it."""
+        g.clock.acted()
+        if write and not asynchronous and space == "shared":
+            self.generic_writes[agent] = epoch
         agents, epochs = shadow.agent[idx], shadow.epoch[idx]
         known = vc[0][agents]
         if asynchronous and space == "shared":
@@ -452,7 +468,7 @@ class Checker:
     def barrier_acquire(self, g: Any, I: Instr, b: Any) -> None:
         self._initialised(g, I, b)
         if b.released is not None and (b.released > g.clock.vc).any():
-            self.machine.ordered.add(I.index)
+            g.clock.pending_marks.append(I.index)
         g.clock.acquire(b.released)
 
     # --- asynchronous operations ---------------------------------------------------------------------------------------
@@ -502,6 +518,7 @@ class Checker:
 
     def issue_commit(self, g: Any, I: Instr) -> Token:
         q = self._queue(g)
+        g.clock.acted()
         np.maximum(q.vc, g.clock.vc, out=q.vc)
         vc = q.vc.copy()
         vc[:, q.agent] = q.epoch
@@ -570,7 +587,7 @@ class Checker:
         agent = self.new_agent((kind, g.cta.rank, g.first_warp))
         epoch = self.sequence.setdefault(agent, 1)
         if self.tmem.last_touch.get(agent, 0) > g.clock.vc[0, agent]:
-            self.machine.ordered.add(I.index)
+            g.clock.pending_marks.append(I.index)
         np.maximum(g.clock.vc[:, agent], epoch, out=g.clock.vc[:, agent])
         self.sequence[agent] = epoch + 1
         if kind == "ld":

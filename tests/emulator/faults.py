@@ -30,7 +30,12 @@ KINDS = ("mbarrier wait", "tcgen05.wait", "wgmma wait", "proxy fence", "TMEM reg
 
 @dataclass
 class Site:
-    """A place to plant a fault: an instruction of a kernel, or a TMEM region (role, first column, width)."""
+    """A place to plant a fault: an instruction of a kernel, or a TMEM region (role, first column, width).
+
+    ``slept``: it put a warp to sleep in some unplanted run. ``acts``: it brought its warp knowledge (for a fence: generic
+    writes not yet carried over) and the warp then touched memory, issued or released something. A wait that is followed
+    only by the warp's exit (a producer's tail) orders nothing.
+    """
 
     kernel: str
     kind: str
@@ -39,6 +44,7 @@ class Site:
     region: tuple[str, int, int] | None = None
     executed: bool = False
     acts: bool = False
+    slept: bool = False
     caught: str = ""
 
 
@@ -137,6 +143,7 @@ class Campaign:
         if self.case.prepare:
             api.record(self.case.prepare, self.case.arch)
         acting: dict[str, set[int]] = {}
+        slept: dict[str, set[int]] = {}
         hits: dict[str, list[int]] = {}
         steps = 0
         seen: dict[str, Any] = {}
@@ -160,7 +167,8 @@ class Campaign:
             for launch, machine in zip(result.launches, result.machines, strict=True):
                 self.programs[launch.name] = machine.compiled
                 acts = acting.setdefault(launch.name, set())
-                acts |= machine.ordered | {i for i, (_, slept) in machine.wait_counts.items() if slept}
+                acts |= machine.ordered
+                slept.setdefault(launch.name, set()).update(i for i, (_, n) in machine.wait_counts.items() if n)
                 old = hits.setdefault(launch.name, [0] * len(machine.hits))
                 hits[launch.name] = [a + b for a, b in zip(old, machine.hits, strict=True)]
                 seen[launch.name] = machine
@@ -173,7 +181,8 @@ class Campaign:
                     I = u.instrs[0]
                     executed = hits[name][u.index] > 0
                     self.sites.append(
-                        Site(name, kind, f"line {I.line} {I.loc}", u.index, executed=executed, acts=executed and I.index in acting[name])
+                        Site(name, kind, f"line {I.line} {I.loc}", u.index, executed=executed,
+                             acts=executed and I.index in acting[name], slept=I.index in slept[name])
                     )
             spans = self.regions[name].spans
             for role, column in spans:
@@ -213,20 +222,22 @@ class Campaign:
                 if what:
                     site.caught = f"{s}: {what}"
                     break
-            self.log(f"{n + 1}/{len(self.sites)} {site.kind} {site.where} acts={site.acts} -> {site.caught or 'MISSED'} ({time.time() - t:.1f} s)")
+            self.log(f"{n + 1}/{len(self.sites)} {site.kind} {site.where} acts={site.acts} slept={site.slept} -> {site.caught or 'MISSED'} ({time.time() - t:.1f} s)")
 
     def table(self) -> str:
-        lines = [f"### {self.case.name} ({self.case.arch})", "", "| kind | sites | executed | act | caught of acting | caught of executed |", "|---|---|---|---|---|---|"]
+        lines = [f"### {self.case.name} ({self.case.arch})", "", "| kind | sites | executed | ever slept | act | caught of acting | caught of slept or acting |", "|---|---|---|---|---|---|---|"]
         for kind in (*KINDS, "all"):
             chosen = [x for x in self.sites if kind in (x.kind, "all")]
             if not chosen:
                 continue
             run, acts = [x for x in chosen if x.executed], [x for x in chosen if x.acts]
+            either = [x for x in chosen if x.acts or x.slept]
             lines.append(
-                f"| {kind} | {len(chosen)} | {len(run)} | {len(acts)} | {sum(bool(x.caught) for x in acts)} | {sum(bool(x.caught) for x in run)} |"
+                f"| {kind} | {len(chosen)} | {len(run)} | {sum(x.slept for x in run)} | {len(acts)} | "
+                f"{sum(bool(x.caught) for x in acts)} of {len(acts)} | {sum(bool(x.caught) for x in either)} of {len(either)} |"
             )
         missed = [x for x in self.sites if x.executed and not x.caught]
-        lines += ["", *(f"* missed{'' if x.acts else ' (never acts)'}: {x.kind}, {x.where}, kernel {x.kernel[:60]}" for x in missed)]
+        lines += ["", *(f"* missed{'' if x.acts else ' (slept, orders nothing)' if x.slept else ' (never sleeps or acts)'}: {x.kind}, {x.where}, kernel {x.kernel[:60]}" for x in missed)]
         return "\n".join(lines)
 
 
@@ -249,6 +260,7 @@ def campaign_cases() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?")
+    parser.add_argument("--site", type=int, action="append", help="only this site (1-based, as logged)")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--schedules", type=int, default=4)
     parser.add_argument("--out", type=Path, help="write every site as JSON")
@@ -263,6 +275,8 @@ def main() -> None:
     campaign = Campaign(builder(), waivers, api.schedules(args.schedules), log=lambda x: print(x, file=sys.stderr, flush=True))
     campaign.baseline()
     print(f"baseline clean under {[str(s) for s in campaign.schedules]}, {len(campaign.sites)} sites", file=sys.stderr)
+    if args.site:
+        campaign.sites = [campaign.sites[i - 1] for i in args.site]
     campaign.plant()
     print(campaign.table())
     print(f"\n{time.time() - started:.0f} s", file=sys.stderr)
