@@ -151,14 +151,26 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Judgement:
+    """Figures on the whole held-out tail."""
+
+    ne: float
+    auc: float
+
+
+@dataclass(frozen=True)
 class Run:
-    """What one training run gave. ne, auc: on the whole held-out tail. seconds: of its training steps and of its final evaluation."""
+    """What one training run gave. ne, auc: on the whole held-out tail. seconds: of its training steps and of that evaluation.
+
+    served: the same parameters, evaluated in other precisions (a checkpoint is precision-free); of the baseline's runs only.
+    """
 
     precision: str
     seed: int
     ne: float
     auc: float
     curve: tuple[Point, ...]
+    served: dict[str, Judgement]
     train_seconds: float
     evaluate_seconds: float
 
@@ -223,6 +235,12 @@ def evaluate(model: torch.nn.Module, data: Dataset, requests: Requests, batch_si
     return torch.cat(logits), torch.cat(labels)
 
 
+def judge(model: torch.nn.Module, data: Dataset, config: TrainConfig, device: torch.device) -> Judgement:
+    """NE and AUC of `model` on the whole held-out tail."""
+    logits, labels = evaluate(model, data, data.held_out, config.evaluate.batch_size, device)
+    return Judgement(normalized_entropy(logits, labels), auc(logits, labels))
+
+
 def _schedule(step: int, config: OptimizerConfig) -> float:
     """Factor on the peak learning rates at `step`, counted from 0."""
     warm = min(1.0, (step + 1) / max(config.warmup, 1))
@@ -281,15 +299,23 @@ def train_once(
             curve.append(Point(step, statistics.fmean(losses) / base, held_out))
             losses = []
     begin = time.perf_counter()
-    logits, labels = evaluate(model, data, data.held_out, config.evaluate.batch_size, device)
+    judgement = judge(model, data, config, device)
+    evaluate_seconds = time.perf_counter() - begin
+    served = {}
+    if precision == config.precisions[0]:
+        for other in config.precisions[1:]:
+            same = build_model(config.model, data, other).to(device)
+            same.load_state_dict(model.state_dict())
+            served[other] = judge(same, data, config, device)
     return Run(
         precision=precision,
         seed=seed,
-        ne=normalized_entropy(logits, labels),
-        auc=auc(logits, labels),
+        ne=judgement.ne,
+        auc=judgement.auc,
         curve=tuple(curve),
+        served=served,
         train_seconds=seconds,
-        evaluate_seconds=time.perf_counter() - begin,
+        evaluate_seconds=evaluate_seconds,
     )
 
 
@@ -304,6 +330,7 @@ def _quiet() -> None:
 
 def _start_worker(config: TrainConfig, data: Dataset, reports: Any) -> None:
     _quiet()
+    logging.getLogger("lp_fa4").setLevel(logging.ERROR)  # which backend serves the CPU need not be said by every worker
     torch.set_num_threads(config.threads)
     _worker.update(config=config, data=data, reports=reports)
 
@@ -325,6 +352,8 @@ def _bar(total: int, shown: bool) -> Iterator[Progress]:
     with tqdm(total=total, unit="step", disable=not shown, dynamic_ncols=live, mininterval=0.2 if live else 15, smoothing=0.05) as bar:
 
         def progress(precision: str, seed: int, step: int, loss: float) -> None:
+            if bar.n == 0:
+                bar.unpause()  # the pace is that of the steps, without the start of the processes
             bar.set_description(f"{precision} seed {seed}", refresh=False)
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             bar.update()
@@ -393,14 +422,18 @@ class Figures:
 class Comparison:
     """One precision against the baseline: pairs of runs with the same seed.
 
-    difference: of NE, precision minus baseline, over the pairs. spread: largest minus smallest NE of the baseline over its seeds.
-    within: the mean difference is no larger than the spread; None with one seed, which shows no spread.
+    difference, auc_difference: precision minus baseline, over the pairs. spread: largest minus smallest NE of the baseline over its
+    seeds. within: the mean difference is no larger than the spread; None with one seed, which shows no spread. served, served_auc: the
+    baseline's parameters evaluated in this precision, minus the same evaluated in the baseline. No training noise is left in these two,
+    so they show an error of the arithmetic long before it leaves the spread.
     """
 
     precision: str
     baseline: str
     difference: Figures
     auc_difference: Figures
+    served: Figures
+    served_auc: Figures
     spread: float
     within: bool | None
 
@@ -417,9 +450,15 @@ def compare(runs: Sequence[Run], precision: str, baseline: str) -> Comparison:
         baseline=baseline,
         difference=difference,
         auc_difference=Figures.of([by[precision, seed].auc - by[baseline, seed].auc for seed in seeds]),
+        served=Figures.of([by[baseline, seed].served[precision].ne - by[baseline, seed].ne for seed in seeds]),
+        served_auc=Figures.of([by[baseline, seed].served[precision].auc - by[baseline, seed].auc for seed in seeds]),
         spread=spread,
         within=None if len(seeds) < 2 else abs(difference.mean) <= spread,
     )
+
+
+def _signed(figures: Figures) -> str:
+    return f"{figures.mean:+.4f} ± {figures.deviation:.4f}"
 
 
 def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Comparison], data: Dataset) -> str:
@@ -440,16 +479,9 @@ def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Compa
             ]
         )
     for c in comparisons:
-        rows.append(
-            [
-                f"{c.precision.upper()} − {c.baseline.upper()}",
-                f"{c.difference.mean:+.4f} ± {c.difference.deviation:.4f}",
-                None,
-                f"{c.auc_difference.mean:+.4f} ± {c.auc_difference.deviation:.4f}",
-                None,
-                None,
-            ]
-        )
+        name, base = c.precision.upper(), c.baseline.upper()
+        rows.append([f"{name} − {base}", _signed(c.difference), None, _signed(c.auc_difference), None, None])
+        rows.append([f"{base} served in {name} − {base}", _signed(c.served), None, _signed(c.served_auc), None, None])
     seeds = len(config.seeds)
     title = (
         f"Held-out tail: {data.held_out.targets:,} ratings after the split, {data.base_rate(data.held_out):.1%} of them ≥ "
