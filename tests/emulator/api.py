@@ -34,9 +34,9 @@ class Schedule:
 
 
 def schedules(n: int, seed: int = 0) -> list[Schedule]:
-    """``n`` schedules: eager, lazy, then pct and random in turn with seeds ``seed``, ``seed + 1``, ..."""
-    out = [Schedule("eager"), Schedule("lazy")]
-    out += [Schedule("pct" if i % 2 == 0 else "random", seed + i) for i in range(max(0, n - 2))]
+    """``n`` schedules: eager, pct, lazy, random, then pct and random in turn; seeds count up from ``seed``."""
+    out = [Schedule("eager"), Schedule("pct", seed), Schedule("lazy"), Schedule("random", seed + 1)]
+    out += [Schedule("pct" if i % 2 == 0 else "random", seed + 2 + i) for i in range(max(0, n - 4))]
     return out[:n]
 
 
@@ -164,7 +164,7 @@ def emulate(
     Args:
         call: host code that launches kernels on CPU tensors; called anew for each schedule, so it makes its own outputs.
         arch: ``sm_90a``, ``sm_100a`` or ``sm_103a``; one per process.
-        schedules: how many (eager, lazy, then pct and random with consecutive seeds), or which.
+        schedules: how many (see ``schedules``), or which.
         verify: called with the value of ``call``; raises if it is wrong.
         seed: first seed of the random schedules.
         options: ``check`` (race checker), ``poison``, ``step_limit``, ``fidelity``.

@@ -197,11 +197,16 @@ class Campaign:
                 self.sites.append(Site(name, "TMEM region", f"{role} at column {column}", region=(role, column, width), executed=True, acts=True))
 
     def _shift(self, site: Site) -> Any:
-        """Move a region by half its width, towards lower columns if it is the last."""
+        """Move a region onto live data of another: an operand or scale factors to the start of an accumulator that does
+        not hold them, an accumulator half over its neighbour."""
         regions = self.regions[site.kernel]
         role, column, width = site.region or ("", 0, 0)
-        top = max(c for _, c in regions.spans)
-        delta = max(width // 2, 1) * (-1 if column == top and column > 0 else 1)
+        accumulators = sorted((c, n) for (r, c), n in regions.spans.items() if r == "d")
+        others = [c for c, n in accumulators if not c <= column < c + n]
+        if role != "d" and others:
+            delta = min(others, key=lambda c: abs(c - column)) - column
+        else:
+            delta = max(width // 2, 1) * (-1 if column and column == max(c for _, c in regions.spans) else 1)
 
         def hook(r: str, c: int) -> int:
             return c + delta if regions.owner(r, c) == (role, column) else c

@@ -45,6 +45,12 @@ class Unit:
         self.index = -1
 
 
+_AXES = "%tid %ntid %ctaid %nctaid %cluster_ctaid %cluster_nctaid %clusterid %nclusterid".split()
+SPECIAL_REGISTERS = {f"{base}.{axis}" for base in _AXES for axis in "xyz"} | set(
+    "%laneid %warpid %nwarpid %smid %cluster_ctarank %cluster_nctarank %clock %clock64 %globaltimer %dynamic_smem_size "
+    "%lanemask_eq %lanemask_lt %lanemask_le %lanemask_gt %lanemask_ge".split()
+)
+
 _HEADER = "  U=g.U;S=g.S;F=g.F;D=g.D;L=g.L;E=g.E;H=g.H;h=g.h;f=g.f;X=g.X;U2=g.U2;H2=g.H2;P=g.P;Q=g.Q\n"
 
 
@@ -68,6 +74,9 @@ class Compiled:
         for i, I in enumerate(program.instrs):
             if i in starts:
                 close()
+            unknown = [a for a in I.args if isinstance(a, Sreg) and a.name not in SPECIAL_REGISTERS]
+            if unknown:
+                raise I.unsupported(f"special register {unknown[0]} is not modelled")
             if I.parts[0] in ("bra", "ret", "exit"):
                 close()
                 unit = Unit(BRANCH if I.parts[0] == "bra" else EXIT, [I])
@@ -221,7 +230,7 @@ class Gang:
         if name.startswith("%lanemask_"):
             bit, kind = u32(1) << self.lane.astype(u32), name[len("%lanemask_") :]
             return {"eq": bit, "lt": bit - u32(1), "le": (bit - u32(1)) | bit, "gt": ~((bit - u32(1)) | bit), "ge": ~(bit - u32(1))}[kind]
-        raise EmulatorError(f"special register {name} is not modelled")
+        raise AssertionError(name)
 
     def address(self, name: str) -> int:
         """Address of a variable in its own state space."""

@@ -20,7 +20,7 @@ CASES = [
     ("quack_mxfp8_varlen_m", dict(lengths=LENGTHS, n=192, k=256), "EARLY_USE"),
     ("quack_mxfp8_varlen_k", dict(lengths=LENGTHS, m=192, n=128), "EARLY_USE"),
     ("quack_quantized_output", dict(m=200, n=192, k=320), "EARLY_USE"),
-    ("quack_rmsnorm", dict(m=13, n=1024), "NONE"),
+    ("quack_rmsnorm", dict(m=13, n=1024), "QUACK_RMSNORM"),
     ("fa4_forward", dict(sq=256, sk=512), "FA4_FORWARD_SM100"),
     ("fa4_forward", dict(sq=200, sk=300, dim=64), "FA4_FORWARD_SM100"),
     ("fa4_forward", dict(sq=256, sk=256, heads=4, kv_heads=2, causal=True), "FA4_FORWARD_SM100"),

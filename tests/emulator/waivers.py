@@ -23,3 +23,7 @@ FA4_FORWARD_SM100 = Waivers(completes_on_use=True)
 #: ``pipeline_Kt.consumer_release`` (flash_bwd_sm100.py, "dQ = dS @ K" of the tail), whose arrival no warp waits for, so it
 #: may land after the CTA's last warp has exited.
 FA4_BACKWARD_SM100 = Waivers(early_use=True, in_flight_at_exit=True)
+
+#: Quack's RMSNorm loads whole tiles of rows; lanes of rows past M read shared memory that nothing filled, compute on it and
+#: store nothing.
+QUACK_RMSNORM = Waivers(uninitialised=True)
