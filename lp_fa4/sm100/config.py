@@ -18,7 +18,10 @@ class ForwardSpec:
         head_dim: 64 or 128. group: query heads per key/value head.
         shared_q: every sequence has the same queries. causal: aligned at the ends. centred: P is centred (``AttentionConfig.center_p``).
         v_mean: the output gets a mean of V added back. save: dtype name of the separate centred output, "" where it is the output itself.
-        block_scaled: scales inside the MMA (any block shape); False: token-block scales outside it, plain f8f6f4 MMA.
+        block_scaled: scales inside the MMA (any block shape); False: one exponent per 32 tokens and head, applied outside it, and plain
+            f8f6f4 MMA.
+        fold_v: without block_scaled: V's exponents vary along the keys and are folded into P; False: one exponent a head, applied at the
+            end.
         p_scale: how P's scale is chosen, one of ``P_SCALES``. p_scale_log2, threshold: of ``AttentionConfig``.
     """
 
@@ -30,6 +33,7 @@ class ForwardSpec:
     v_mean: bool = False
     save: str = ""
     block_scaled: bool = True
+    fold_v: bool = False
     p_scale: str = "constant"
     p_scale_log2: int = 7
     threshold: float = 1.75
@@ -43,6 +47,11 @@ class ForwardSpec:
             raise ValueError(f"p_scale is {self.p_scale!r} but P is centred; data-dependent scales of P need center_p=False")
         if self.p_scale != "constant" and not self.block_scaled:
             raise ValueError(f"p_scale is {self.p_scale!r} but block_scaled is False; without block-scaled MMA P's scale is constant")
+        if self.fold_v and (self.block_scaled or self.centred):
+            raise ValueError(
+                f"fold_v is True with block_scaled {self.block_scaled} and centred {self.centred}; V's exponents are folded into P only "
+                "without block-scaled MMA and for uncentred P (the constant would leave E4M3's range where an exponent is large)"
+            )
         if self.save not in ("", "bfloat16", "float32"):
             raise ValueError(f'save is {self.save!r}; allowed are "", "bfloat16" and "float32"')
 
@@ -64,8 +73,8 @@ class ForwardTuning:
 
     stages: int = 4
     softmax_registers: int = 192
-    correction_registers: int = 72
-    other_registers: int = 56
+    correction_registers: int = 64
+    other_registers: int = 64
     exp2_on_fma: int = 0
 
     def __post_init__(self) -> None:
@@ -78,13 +87,19 @@ class ForwardTuning:
             raise ValueError(f"exp2_on_fma is {self.exp2_on_fma}; it must be an even number from 0 to 32")
 
 
-# Predicted, not measured (README.md, "Roofline"): at 16 exponentials a clock an SM of sm_100 needs 1,024 clocks for a 128 x 128 tile whose
-# products take 512, so 10 of 32 go to the FMA pipe, which balances the two pipes near 700 clocks. sm_103's MUFU is twice as fast.
-_TUNING = {"sm_100a": ForwardTuning(exp2_on_fma=10), "sm_103a": ForwardTuning(exp2_on_fma=0)}
+# exp2_on_fma is predicted, not measured (README.md, "Roofline"): at 16 exponentials a clock an SM of sm_100 needs 1,024 clocks for a
+# 128 x 128 tile whose products take 512, so 10 of 32 go to the FMA pipe, which balances the two pipes near 700 clocks. sm_103's MUFU is
+# twice as fast. Registers are the splits at which ptxas spills nothing in any variant (tests/sm100/compiled.py).
+_TUNING = {
+    ("sm_100a", 128): ForwardTuning(exp2_on_fma=10),
+    ("sm_100a", 64): ForwardTuning(exp2_on_fma=10, correction_registers=72, other_registers=56),
+    ("sm_103a", 128): ForwardTuning(exp2_on_fma=0),
+    ("sm_103a", 64): ForwardTuning(exp2_on_fma=0, correction_registers=72, other_registers=56),
+}
 
 
 def forward_tuning(arch: str, spec: ForwardSpec) -> ForwardTuning:
     """Tuning row of a variant on ``"sm_100a"`` or ``"sm_103a"``."""
-    if arch not in _TUNING:
+    if arch not in ARCHS:
         raise ValueError(f"arch is {arch!r}; allowed are {', '.join(map(repr, ARCHS))}")
-    return _TUNING[arch]
+    return _TUNING[arch, spec.head_dim]

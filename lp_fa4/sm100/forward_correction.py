@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from lp_fa4.common.numbers import scale_of_byte
 from lp_fa4.sm100.atoms import load_columns, store_columns
 from lp_fa4.sm100.config import QUERY_TILE
 from lp_fa4.sm100.sync import arrive, arrive_tensor, wait, wait_tensor
@@ -89,12 +90,17 @@ def epilogue(kernel: cutlass.Constexpr, args, bars, tmem, tile: cutlass.Constexp
     blind = exact == -Float32.inf
     inverse = Float32(1.0) / total
     kv_head = item.head // spec.group
+    if const_expr(not spec.block_scaled and not spec.fold_v):
+        factor = scale_of_byte(Int32(args.sf_v[0, kv_head]))
     for c in cutlass.range_constexpr(spec.head_dim // CHUNK):
         o = load_columns(tmem, start + c * CHUNK, CHUNK, thread)
         cute.arch.fence_view_async_tmem_load()
         if const_expr(c == spec.head_dim // CHUNK - 1):
             arrive_tensor(bars + kernel.barriers.o_ready + tile)
         if live:
+            if const_expr(not spec.block_scaled and not spec.fold_v):
+                for j in cutlass.range_constexpr(CHUNK):
+                    o[j] = o[j] * factor
             values = cute.make_rmem_tensor(CHUNK, Float32)
             if const_expr(spec.centred):
                 sums = _read(args.v_sum, item.sequence, kv_head, c)

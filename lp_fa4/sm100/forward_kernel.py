@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
+import cutlass.memory as memory
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.sm100.atoms import F8, ONE, SF, Atoms
+from lp_fa4.sm100.atoms import F8, ONE, SF, SF_BYTES, Atoms
 from lp_fa4.sm100.config import QUERY_TILE, ForwardSpec, ForwardTuning
 from lp_fa4.sm100.forward_correction import correction_role
 from lp_fa4.sm100.forward_load import load_role
@@ -120,6 +120,15 @@ class Forward:
         """Whether scales lie in dead scores, so that the two new barriers are needed."""
         return self.spec.block_scaled and self.plan["SFQ0"].start < self.plan["S1"].end
 
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA, in bytes: what ``shared_memory`` and the barriers take."""
+        stages, dim = self.tuning.stages, self.spec.head_dim
+        size = 8 * len(self.barriers.arrivals) + 4
+        size = -(-size // 1024) * 1024 + (4 + 2 * stages) * QUERY_TILE * dim
+        if self.spec.block_scaled:
+            size += (4 + 2 * stages + (0 if self.spec.p_scale == "constant" else 2)) * SF_BYTES
+        return size + QUERY_TILE * 4 * 2 * 4
+
     @cute.jit
     def __call__(
         self,
@@ -142,10 +151,12 @@ class Forward:
         ctas: Int32,
         stream,
     ):
-        """``q, k, v``: uint8 codes [tokens, heads, dim]; ``sf_*``: uint8 [tiles, heads, 512]; ``scale``: softmax scale times log2(e)."""
+        """``q, k, v``: uint8 codes [tokens, heads, dim]; ``sf_*``: uint8 [tiles, heads, 512], or [scale rows, heads] where scales stay
+        outside the MMA; ``scale``: softmax scale times log2(e)."""
         qk, pv = self.atoms.qk(), self.atoms.pv()
         q, k, v = [cute.make_tensor(cute.recast_ptr(t.iterator, dtype=F8), t.layout) for t in (q, k, v)]
-        sf_q, sf_k, sf_v = [cute.make_tensor(cute.recast_ptr(t.iterator, dtype=SF), t.layout) for t in (sf_q, sf_k, sf_v)]
+        if const_expr(self.spec.block_scaled):
+            sf_q, sf_k, sf_v = [cute.make_tensor(cute.recast_ptr(t.iterator, dtype=SF), t.layout) for t in (sf_q, sf_k, sf_v)]
         one = cute.tiled_divide(cute.make_layout((1, 1, 1)), (qk.thr_id.shape,)).shape
         load = cpasync.CopyBulkTensorTileG2SOp(ONE)
         q, k = [cute.make_tensor(t.iterator, cute.select(t.layout, [0, 2, 1])) for t in (q, k)]
@@ -186,7 +197,7 @@ class Forward:
         )
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = utils.SmemAllocator()
+        storage = memory.SmemAllocator()
         arrivals = self.barriers.arrivals
         bars = storage.allocate_array(Int64, len(arrivals))
         tmem_slot = storage.allocate_array(Int32, 1)
@@ -200,12 +211,9 @@ class Forward:
         cute.arch.barrier()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_slot)
 
-        if warp < 4:
+        if warp < 8:
             cute.arch.setmaxregister_increase(self.tuning.softmax_registers)
-            softmax_role(self, args, shared, bars, tmem, 0, thread)
-        elif warp < 8:
-            cute.arch.setmaxregister_increase(self.tuning.softmax_registers)
-            softmax_role(self, args, shared, bars, tmem, 1, thread - QUERY_TILE)
+            softmax_role(self, args, shared, bars, tmem, warp // 4, thread % QUERY_TILE)
         elif warp < 12:
             cute.arch.setmaxregister_decrease(self.tuning.correction_registers)
             correction_role(self, args, shared, bars, tmem, thread - 2 * QUERY_TILE)

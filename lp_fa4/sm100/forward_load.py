@@ -51,16 +51,17 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
                     load_scales(args.sf_q, first + tile + i, item.head, shared.sf_q, 2 * buffer + i, q_full)
 
         key_tile = item.first_key // KEY_TILE + item.sequence
+        sf_k, sf_v = (args.sf_k, args.sf_v) if scaled else (None, None)
         for n in cutlass.range(item.steps, unroll=1):
             stage = (base + n) % stages
             free = ((base + n) // stages & 1) ^ 1
             wait(bars + bar.k_empty + stage, free)
             load_tile(
-                args.tma_k, g_k[None, n], s_k[None, stage], args.sf_k, key_tile + n, kv_head, shared.sf_k, stage, bars + bar.k_full + stage
+                args.tma_k, g_k[None, n], s_k[None, stage], sf_k, key_tile + n, kv_head, shared.sf_k, stage, bars + bar.k_full + stage
             )
             wait(bars + bar.v_empty + stage, free)
             load_tile(
-                args.tma_v, g_v[None, n], s_v[None, stage], args.sf_v, key_tile + n, kv_head, shared.sf_v, stage, bars + bar.v_full + stage
+                args.tma_v, g_v[None, n], s_v[None, stage], sf_v, key_tile + n, kv_head, shared.sf_v, stage, bars + bar.v_full + stage
             )
         base += item.steps
         done += 1

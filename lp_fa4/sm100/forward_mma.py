@@ -92,6 +92,9 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
         base1 += item.steps1
         done += 1
         index = following
+    if done > 0:
+        # the last arrival of the tensor core must find this CTA's barriers alive
+        wait(bars + bar.q_empty + ((done - 1) & 1), ((done - 1) >> 1) & 1)
 
 
 def wait_s_read(barrier, phase):

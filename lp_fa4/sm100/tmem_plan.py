@@ -12,7 +12,6 @@ products in the order in which one thread issues them, for key tile n::
 :meth:`TmemPlan.check` refuses two regions that share a column and a slot. It runs when a kernel object is made, that is at trace time.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 COLUMNS = 512
@@ -62,6 +61,15 @@ class TmemPlan:
         raise KeyError(f"no TMEM region {name!r}; there are {', '.join(r.name for r in self.regions)}")
 
     @property
+    def distance(self) -> int:
+        """Columns from each region of tile 0 that the softmax touches (S, P, SFP) to its twin of tile 1: one number, or ``ValueError``."""
+        names = [r.name[:-1] for r in self.regions if r.name in ("S0", "P0", "SFP0")]
+        distances = {self[f"{n}1"].start - self[f"{n}0"].start for n in names}
+        if len(distances) != 1:
+            raise ValueError(f"TMEM distances of tile 1's {', '.join(names)} are {sorted(distances)}; they must be one number")
+        return distances.pop()
+
+    @property
     def used(self) -> int:
         """Columns up to the last one used."""
         return max(r.end for r in self.regions)
@@ -91,8 +99,8 @@ class TmemPlan:
         )
 
 
-def _slots(*slots: Iterable[int]) -> frozenset[int]:
-    return frozenset(slots)  # type: ignore[arg-type]
+def _slots(*slots: int) -> frozenset[int]:
+    return frozenset(slots)
 
 
 def forward_plan(head_dim: int, block_scaled: bool = True, s_read_barriers: tuple[bool, bool] = (True, True)) -> TmemPlan:
@@ -102,12 +110,12 @@ def forward_plan(head_dim: int, block_scaled: bool = True, s_read_barriers: tupl
     columns. Without it S_i counts as alive until P_i is waited for, and at head dimension 128 the check fails: that is why the two barriers
     exist. ``block_scaled=False``: the variant whose scales never enter tensor memory.
 
-    At head dimension 64 the two O take 128 columns, so every scale has columns of its own, nothing is aliased and no barrier is needed.
+    At head dimension 64 the two O leave half of their columns, so every scale has columns of its own, nothing is aliased and no barrier is
+    needed. Tile 1's regions lie 128 columns from tile 0's, so that one softmax code serves both.
     """
     every = _slots(0, 1, 2, 3)
     own = head_dim <= 64
-    s, o = (0, 128), (256, 256 + head_dim)
-    spare = o[1] + head_dim
+    s, o = (0, 128), (256, 384)
     regions = []
     for i in (0, 1):
         pv, qk, pv_other, qk_other = 2 * i, 2 * i + 1, (2 * i + 2) % 4, (2 * i + 3) % 4
@@ -122,7 +130,7 @@ def forward_plan(head_dim: int, block_scaled: bool = True, s_read_barriers: tupl
         if not block_scaled:
             continue
         if own:
-            at = spare + 16 * i
+            at = o[i] + head_dim
             places = {"SFP": at, "SFV": at + 4, "SFQ": at + 8, "SFK": at + 12}
         else:
             places = {"SFP": s[i] + 32, "SFV": s[i] + 36, "SFQ": s[1 - i] + 40, "SFK": s[1 - i] + 44}
@@ -140,6 +148,6 @@ def prologue_columns(plan: TmemPlan, tile: int) -> tuple[int, int]:
 
     (The steady-state place of tile 1 would be inside S0, which is just being written.) Where scales have columns of their own, those.
     """
-    if f"SFQ{tile}" in [r.name for r in plan.regions] and plan[f"SFQ{tile}"].start >= plan["O1"].end:
+    if "SFQ0" in [r.name for r in plan.regions] and plan["SFQ0"].start >= plan["S1"].end:
         return plan[f"SFQ{tile}"].start, plan[f"SFK{tile}"].start
     return plan[f"O{tile}"].start, plan[f"O{tile}"].start + SF_COLUMNS

@@ -31,16 +31,19 @@ def fake_arguments(spec: ForwardSpec) -> list[Any]:
 
     dim, heads, kv_heads = spec.head_dim, symbol(), symbol()
     queries, tokens, rows, batch = symbol(), symbol(), symbol(), symbol()
-    scales = lambda h: fake("uint8", (symbol(), h, SF_ATOM), align=16)  # noqa: E731
+
+    def scales(h):
+        return fake("uint8", (symbol(), h, SF_ATOM), align=16) if spec.block_scaled else fake("uint8", (symbol(), h), align=1)
+
     per_row = lambda: fake("float32", (heads, rows), align=4, compact=True)  # noqa: E731
     per_sequence = lambda: fake("float32", (batch, kv_heads, dim), align=16, compact=True)  # noqa: E731
     return [
         fake("uint8", (queries, heads, dim), align=16),
         fake("uint8", (tokens, kv_heads, dim), align=16),
         fake("uint8", (tokens, kv_heads, dim), align=16),
-        scales(heads) if spec.block_scaled else None,
-        scales(kv_heads) if spec.block_scaled else None,
-        scales(kv_heads) if spec.block_scaled else None,
+        scales(heads),
+        scales(kv_heads),
+        scales(kv_heads),
         fake("int32", (symbol(), 8), align=16, compact=True),
         fake("int32", (symbol(),), align=4),
         fake("bfloat16", (rows, heads, dim), align=16, compact=True),
@@ -75,6 +78,14 @@ def scale_atoms(x: MXTensor, axis: int) -> Tensor:
         atoms = atoms.transpose(0, 1)
     atoms = atoms.reshape(atoms.shape[0], heads, SF_ATOM)
     return atoms[:1].expand(max(1, x.shape[0]), -1, -1) if static else atoms
+
+
+def token_scales(x: MXTensor, name: str) -> Tensor:
+    """Scales of an operand with one exponent per 32 tokens and head, uint8 ``[scale rows, heads]``; static ones through a stride of 0."""
+    if x.block[1] != x.shape[2]:
+        raise ValueError(f"{name} has blocks {x.block}; without block-scaled MMA the width must be head_dim = {x.shape[2]}")
+    rows = x.scale_bytes[..., 0]
+    return rows.expand(x.shape[0] // 32 + 1, -1) if x.is_static else rows
 
 
 def unsupported(features: Any) -> str:
@@ -114,17 +125,19 @@ def forward_spec(problem: AttentionProblem, p_scale: str = "constant", block_sca
         v_mean=problem.v_mean is not None,
         save="" if same else _NAMES[config.save_out_dtype],
         block_scaled=block_scaled,
+        fold_v=not block_scaled and not problem.v.is_static,
         p_scale=p_scale,
         p_scale_log2=config.p_scale_log2,
         threshold=float(config.rescale_threshold),
     )
 
 
-def forward(problem: AttentionProblem, *, p_scale: str = "constant") -> ForwardResult:
+def forward(problem: AttentionProblem, *, p_scale: str = "constant", block_scaled: bool = True) -> ForwardResult:
     """Attention of every sequence; the signature and result of ``lp_fa4.reference.forward``.
 
     ``p_scale``: how the scale of P is chosen: ``"constant"``; ``"softmax_max"`` and ``"fresh"`` give every 32 keys of a row their own
-    (uncentred P only).
+    (uncentred P only). ``block_scaled=False``: scales outside the MMA (plain f8f6f4), for operands with one exponent per 32 tokens and
+    head; V's must be static, or P uncentred.
 
     Raises: ``ValueError`` for what these kernels do not serve.
     """
@@ -135,7 +148,7 @@ def forward(problem: AttentionProblem, *, p_scale: str = "constant") -> ForwardR
     if arch not in ARCHS:
         raise ValueError(f"{device} compiles for {arch}; sm100 kernels are for {', '.join(ARCHS)}")
     make = partial(work_list, query_tile=2 * QUERY_TILE)
-    return run(problem, arch, forward_spec(problem, p_scale), make, multiprocessors(device))
+    return run(problem, arch, forward_spec(problem, p_scale, block_scaled), make, multiprocessors(device))
 
 
 def run(problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list: Any, processors: int) -> ForwardResult:
@@ -162,7 +175,10 @@ def run(problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list:
         queries=p.queries,
         shared_q=p.shared_q,
     )
-    scales = (scale_atoms(p.q, 1), scale_atoms(p.k, 1), scale_atoms(p.v, 0)) if spec.block_scaled else (None, None, None)
+    if spec.block_scaled:
+        scales = [scale_atoms(p.q, 1), scale_atoms(p.k, 1), scale_atoms(p.v, 0)]
+    else:
+        scales = [token_scales(x, name) for x, name in ((p.q, "q"), (p.k, "k"), (p.v, "v"))]
     assert p.softmax_scale is not None
     compiled = _compile_sm100_forward(arch, spec, forward_tuning(arch, spec))
     launch(

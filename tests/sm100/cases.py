@@ -1,0 +1,159 @@
+"""Problems for the Blackwell forward, its run in the emulator, and what counts as right.
+
+Scale pads are 0xFF (an E8M0 NaN) wherever no scale belongs, in every run: whoever reads one shows it. Rows differ in size by up to 2^6, so
+that a wrong scale row is far outside every tolerance.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from unittest import mock
+
+import torch
+
+from lp_fa4 import reference
+from lp_fa4.config import AttentionConfig
+from lp_fa4.mx import MXTensor, quantize_mx
+from lp_fa4.problem import AttentionProblem, ForwardResult
+from lp_fa4.sm100 import forward_host as sm100
+
+FP32 = AttentionConfig(save_out_dtype=torch.float32)
+POST = AttentionConfig.post(save_out_dtype=torch.float32)
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    """int32 offsets of sequences of these lengths."""
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def problem(
+    keys: list[int],
+    *,
+    queries: list[int] | None = None,
+    shared: int = 0,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    dim: int = 128,
+    causal: bool = False,
+    mean: bool = False,
+    sharpness: float = 1.0,
+    blocks: tuple[tuple[int, int], tuple[int, int], tuple[int, int]] = ((32, 32), (32, 32), (32, 32)),
+    exponents: tuple[int | None, int | None, int | None] = (None, None, None),
+    capacity: int = 0,
+    config: AttentionConfig = FP32,
+    seed: int = 0,
+) -> AttentionProblem:
+    """Random operands. ``queries``: rows per sequence (jagged), or ``shared`` rows for all. ``capacity``: rows of k and v past the last
+    sequence. ``sharpness``: standard deviation of the scores, about."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_heads = kv_heads or heads
+    ok, batch = offsets(keys), len(keys)
+
+    def operand(rows: int, h: int, block: tuple[int, int], exponent: int | None, off: torch.Tensor | None) -> MXTensor:
+        spread = torch.exp2(torch.randint(-3, 4, (rows, 1, 1), generator=generator).float())
+        x = torch.randn(rows, h, dim, generator=generator) * (spread if exponent is None else 1.0)
+        return quantize_mx(x, block, offsets=off, token_dim=0, exponent=exponent)
+
+    oq = None if shared else offsets(queries)  # type: ignore[arg-type]
+    q = operand(shared or int(oq[-1]), heads, blocks[0], exponents[0], oq)  # type: ignore[index]
+    k = operand(sum(keys) + capacity, kv_heads, blocks[1], exponents[1], ok)
+    v = operand(sum(keys) + capacity, kv_heads, blocks[2], exponents[2], ok)
+    sums = None
+    if config.center_p and not causal:
+        values = v.dequantize()
+        sums = torch.stack([values[ok[b] : ok[b + 1]].sum(0) for b in range(batch)])
+    typical = 12.0 if exponents[1] is None else 1.0  # mean square of the row factors
+    return AttentionProblem(
+        q,
+        k,
+        v,
+        offsets_q=oq,
+        offsets_k=ok,
+        shared_q=bool(shared),
+        softmax_scale=sharpness * dim**-0.5 / typical,
+        causal=causal,
+        v_sum=sums,
+        v_mean=torch.randn(batch, kv_heads, dim, generator=generator) if mean else None,
+        config=config,
+    )
+
+
+def host_work_list(offsets_k, offsets_q, *, rows, tokens, heads, queries, shared_q, query_tile):
+    """The work list of ``lp_fa4.sm90.worklist``, made by the host: the same records, longest first."""
+    ok, records = offsets_k.tolist(), []
+    for b in range(len(ok) - 1):
+        first = offsets_q[b].item() if offsets_q is not None else 0 if shared_q else b * queries
+        many = offsets_q[b + 1].item() - first if offsets_q is not None else queries
+        for tile in reversed(range(-(-many // query_tile))):
+            records += [[b, h, tile * query_tile, first, many, ok[b], ok[b + 1] - ok[b], 0] for h in range(heads)]
+    records.sort(key=lambda r: -r[6])
+    capacity = heads * ((len(ok) - 1) * -(-queries // query_tile) if queries is not None else rows // query_tile + len(ok) - 1)
+    table = torch.full((capacity, 8), -(2**30), dtype=torch.int32)  # unused records: far out of bounds
+    table[: len(records)] = torch.tensor(records, dtype=torch.int32).reshape(-1, 8)
+    return table, torch.tensor([len(records), 0], dtype=torch.int32)
+
+
+def poisoned(scale_atoms: Callable) -> Callable:
+    """``scale_atoms`` with 0xFF wherever no scale of the operand belongs."""
+
+    def wrapped(x: MXTensor, axis: int) -> torch.Tensor:
+        ones = torch.ones_like(x.scale_bytes).view(torch.float8_e8m0fnu)
+        real = scale_atoms(replace(x, scale=ones), axis) == 1
+        return torch.where(real, scale_atoms(x, axis), 0xFF)
+
+    return wrapped
+
+
+def run(
+    p: AttentionProblem, *, p_scale: str = "constant", block_scaled: bool = True, processors: int = 2, arch: str = "sm_100a"
+) -> ForwardResult:
+    """Launch the kernel for ``p`` on ``processors`` CTAs (call inside ``emulate``)."""
+    spec = sm100.forward_spec(p, p_scale, block_scaled)
+    with mock.patch.object(sm100, "scale_atoms", poisoned(sm100.scale_atoms)):
+
+        def make(*args, **kwargs):
+            return host_work_list(*args, query_tile=256, **kwargs)
+
+        return sm100.run(p, arch, spec, make, processors)
+
+
+class Judge:
+    """Right: per sequence and head, the error against FP64 is at most twice that of the reference, which rounds at the same points.
+
+    The floor of 1e-5 of the output's norm is FP32 accumulation in another order. Row sums may differ by 2e-4 (exponentials on the FMA pipe:
+    1.01e-4 each) and the LSE by as much; maxima by FP32 rounding of the scores. Everything about rows that see no key is exact.
+    """
+
+    def __init__(self, p: AttentionProblem):
+        self.p = p
+        self.reference = reference.forward(p)
+        q, k, v = (x.dequantize(torch.float64) for x in (p.q, p.k, p.v))
+        self.exact, self.lse = reference.exact_attention(
+            q, k, v, offsets_k=p.offsets_k, offsets_q=p.offsets_q, shared_q=p.shared_q, softmax_scale=p.softmax_scale, causal=p.causal
+        )
+
+    def _row_groups(self) -> list[slice]:
+        p = self.p
+        bounds = p.offsets_q.tolist() if p.offsets_q is not None else [b * (p.queries or 0) for b in range(p.batch + 1)]
+        return [slice(a, b) for a, b in pairwise(bounds) if b > a]
+
+    def __call__(self, got: ForwardResult) -> None:
+        want = self.reference
+        blind = torch.isneginf(want.row_max)
+        assert torch.equal(torch.isneginf(got.row_max), blind), "rows that see no key differ"
+        assert torch.equal(torch.isneginf(got.lse), blind)
+        assert (got.row_sum[blind] == 0).all() and (got.out.transpose(0, 1)[blind] == 0).all()
+        assert (got.centred_out.transpose(0, 1)[blind] == 0).all()
+        seen = ~blind
+        torch.testing.assert_close(got.row_max[seen], want.row_max[seen], rtol=2e-6, atol=1e-5)
+        torch.testing.assert_close(got.row_sum[seen], want.row_sum[seen], rtol=2e-4, atol=0)
+        torch.testing.assert_close(got.lse[seen].double(), self.lse[seen], rtol=1e-6, atol=2e-4)
+        for rows in self._row_groups():
+            for h in range(self.p.heads):
+                exact = self.exact[rows, h]
+                error = (got.centred_out[rows, h].double() - exact).norm()
+                allowed = 2 * (want.centred_out[rows, h].double() - exact).norm() + 1e-5 * exact.norm()
+                assert error <= allowed, f"rows {rows.start}..{rows.stop - 1}, head {h}: error {error:.3e}, allowed {allowed:.3e}"
+        # the output is the centred output plus a mean, rounded once
+        mean = want.out.float() - want.centred_out
+        torch.testing.assert_close(got.out.float(), got.centred_out.float() + mean, rtol=2**-7, atol=2**-7)

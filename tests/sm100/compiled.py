@@ -1,0 +1,84 @@
+"""Compile variants for one target in a process of its own, and report what the assembler made: ``python -m tests.sm100.compiled sm_103a``.
+
+One JSON line per variant: registers at launch, stack and local bytes, dynamic shared memory, columns of tensor memory, and counts of
+instructions in the SASS.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+VARIANTS = {
+    "default": {"head_dim": 128},
+    "full": {"head_dim": 128, "centred": False, "causal": True, "group": 4, "v_mean": True, "save": "float32", "p_scale": "fresh"},
+    "softmax_max": {"head_dim": 128, "centred": False, "p_scale": "softmax_max"},
+    "d64": {"head_dim": 64, "shared_q": True, "v_mean": True, "save": "bfloat16"},
+    "d64_causal": {"head_dim": 64, "centred": False, "causal": True, "group": 2, "p_scale": "fresh"},
+    "module": {"head_dim": 128, "shared_q": True, "v_mean": True, "save": "bfloat16"},
+    "unscaled": {"head_dim": 128, "block_scaled": False},
+    "folded": {"head_dim": 128, "block_scaled": False, "centred": False, "fold_v": True},
+}
+_COUNTED = (
+    r"\b(UTC[A-Z]*MMA[.0-9A-Z]*|UTCCP|UTMALDG|UBLKCP|LDTM|STTM|MUFU\.EX2|STL|LDL|F2FP\.[A-Z0-9.]*E4M3|USETMAXREG|FFMA2|FADD2|"
+    r"FMNMX3?|HMMA|UTCBAR)"
+)
+
+
+def _tool(name: str) -> str:
+    """A CUDA binary tool: from the PATH, or the copy that triton ships."""
+    from shutil import which
+
+    found = which(name)
+    if found:
+        return found
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def inspect(cubin: Path) -> dict:
+    """Resources and instruction counts of a compiled kernel."""
+    usage = _run(_tool("cuobjdump"), "--dump-resource-usage", str(cubin))
+    out = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    sass = _run(_tool("cuobjdump"), "-sass", str(cubin))
+    counts: dict[str, int] = {}
+    for name in re.findall(_COUNTED, sass):
+        counts[name] = counts.get(name, 0) + 1
+    return {**out, "sass": counts}
+
+
+def compile_variant(arch: str, name: str, folder: Path) -> dict:
+    """Compile one of ``VARIANTS`` and inspect it."""
+    from lp_fa4.sm100.config import ForwardSpec, forward_tuning
+    from lp_fa4.sm100.forward_host import _compile_sm100_forward
+    from lp_fa4.sm100.forward_kernel import Forward
+
+    spec = ForwardSpec(**VARIANTS[name])
+    tuning = forward_tuning(arch, spec)
+    before = set(folder.glob("*.cubin"))
+    _compile_sm100_forward(arch, spec, tuning)
+    (cubin,) = set(folder.glob("*.cubin")) - before
+    report = inspect(cubin)
+    cubin.unlink()
+    kernel = Forward(spec, tuning)
+    return {"name": name, "arch": arch, **report, "columns": kernel.plan.allocation, "smem": kernel.shared_bytes()}
+
+
+def main(arch: str, names: list[str]) -> None:
+    """Print one JSON line per variant."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder)
+        for name in names or VARIANTS:
+            print(json.dumps(compile_variant(arch, name, Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
