@@ -54,7 +54,7 @@ class AttentionConfig:
         p_scale_backward_log2: power of two on P in the backward, where P <= 1.
         fold_l_into_do: divide dO by the row sum before it is quantized, so that P's size does not fall with the length.
         delta_from: which dO the row term D is made of. ``"quantized"`` keeps the row sums of dS near 0.
-        do_block: blocks of dO8, ``(32, 32)`` or ``(32, 0)`` (0: the whole head dimension).
+        do_block: blocks of dO8: ``(32, 32)``, ``(32, 0)`` or ``(1, 0)``, one exponent a row (0: the whole head dimension).
         ds_block: (queries, keys) under one scale of dS; multiples of 32, or ``(0, 0)`` for one scale a sequence and head; ``None`` is the
             kernel's own tile, which for the reference is ``(64, key_tile)``.
         dq_dtype: ``torch.float32``, or ``torch.float16`` to accumulate dQ in FP16, one partial a key tile.
@@ -120,7 +120,7 @@ class AttentionConfig:
         _one_of("grad_format", self.grad_format, ("mxfp8", "bf16"))
         _one_of("dq_dtype", self.dq_dtype, (torch.float32, torch.float16))
         _one_of("save_out_dtype", self.save_out_dtype, (torch.float32, torch.bfloat16))
-        _one_of("do_block", tuple(self.do_block), ((32, 32), (32, 0)))
+        _one_of("do_block", tuple(self.do_block), ((32, 32), (32, 0), (1, 0)))
         if tuple(self.grad_block) != (32, 32) and (self.grad_block[0] not in (32, 128) or self.grad_block[1] not in HEAD_DIMS):
             raise ValueError(f"grad_block is {self.grad_block}; allowed are (32, 32), (32, head_dim) and (128, head_dim)")
         if not (self.dq_scale == "bound" or (isinstance(self.dq_scale, int) and not isinstance(self.dq_scale, bool))):
