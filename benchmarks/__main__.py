@@ -1,8 +1,7 @@
-"""``python -m benchmarks <command> --config FILE [key=value ...]``: picks the command, imports it only then, and runs
-its ``main``.
+"""``python -m benchmarks <command> --config FILE [key=value ...]``: picks the command, imports it only then, and runs its ``main``.
 
-A command that is missing in this installation is not listed. Errors of the user (a configuration or a data file that
-cannot be used) are printed as one line on stderr with exit code 2; anything else is a bug and keeps its traceback.
+A command that is missing in this installation is not listed. Errors of the user (a configuration or a data file that cannot be used) are
+printed as one line on stderr with exit code 2; anything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ COMMANDS = {
 
 
 def available() -> dict[str, str]:
-    """The commands whose module is installed, with their one-line descriptions, in the order in which they are
-    listed.
-    """
+    """The commands whose module is installed, with their one-line descriptions, in the order in which they are listed."""
     return {name: text for name, text in COMMANDS.items() if importlib.util.find_spec(f"benchmarks.{name}") is not None}
 
 

@@ -1,20 +1,17 @@
 """Configuration files: YAML into frozen dataclasses, with every mistake named.
 
-A command describes its settings as a frozen dataclass, possibly of nested dataclasses; `setting` adds a help text to a
-field:
+A command describes its settings as a frozen dataclass, possibly of nested dataclasses; `setting` adds a help text to a field:
 
     @dataclass(frozen=True)
     class TrainConfig:
         steps: int = setting(300, "optimizer steps of one run")
 
-`load` fills it from a YAML file and ``key=value`` overrides (``model.dim=64`` for a nested field). What it refuses,
-always naming the
-key: a key that nobody knows (the nearest known one is suggested), a key given twice, a value of another type, a
-missing required key, and whatever `__post_init__` of the dataclass refuses with ValueError.
+`load` fills it from a YAML file and ``key=value`` overrides (``model.dim=64`` for a nested field). What it refuses, always naming the
+key: a key that nobody knows (the nearest known one is suggested), a key given twice, a value of another type, a missing required key, and
+whatever `__post_init__` of the dataclass refuses with ValueError.
 
-Types understood: bool, int, float, str, Path, None, unions, Literal, tuple[T, ...], list[T], dict[str, T], nested
-dataclasses. An int is accepted where a float is wanted, and so is text such as ``1e-3``, which YAML 1.1 reads as a
-string. A bool is never a number.
+Types understood: bool, int, float, str, Path, None, unions, Literal, tuple[T, ...], list[T], dict[str, T], nested dataclasses. An int is
+accepted where a float is wanted, and so is text such as ``1e-3``, which YAML 1.1 reads as a string. A bool is never a number.
 """
 
 from __future__ import annotations
@@ -37,15 +34,11 @@ _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
 class UserError(ValueError):
-    """Something the user can repair: a configuration, a data file, a device that is not there. Shown without a
-    traceback.
-    """
+    """Something the user can repair: a configuration, a data file, a device that is not there. Shown without a traceback."""
 
 
 class ConfigError(UserError):
-    """A configuration file or an override that cannot be used; the message names file, key, value and what is
-    expected.
-    """
+    """A configuration file or an override that cannot be used; the message names file, key, value and what is expected."""
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING) -> Any:
@@ -109,9 +102,7 @@ def _type_name(kind: Any) -> str:
 
 
 def _convert(value: Any, kind: Any, key: str) -> Any:
-    """`value` as YAML gave it, as an instance of the annotation `kind`; ConfigError names `key`, the value and what is
-    expected.
-    """
+    """`value` as YAML gave it, as an instance of the annotation `kind`; ConfigError names `key`, the value and what is expected."""
     wrong = ConfigError(f"{key}: got {value!r} ({type(value).__name__}), expected {_type_name(kind)}")
     origin = get_origin(kind)
     if kind is Any:
@@ -185,9 +176,7 @@ def known_keys(cls: type, prefix: str = "") -> list[str]:
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:
-    """The message for a key that nobody knows. A key with the right last part (``steps`` for ``train.steps``) is
-    nearer than a typo.
-    """
+    """The message for a key that nobody knows. A key with the right last part (``steps`` for ``train.steps``) is nearer than a typo."""
     leaf = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""

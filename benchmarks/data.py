@@ -1,21 +1,18 @@
 """Interactions with timestamps, from a file in RecBole's atomic format, as jagged prediction requests without leakage.
 
-The format: text, tab-separated, one event a line; the header names every column as ``name:type`` with type token,
-float, token_seq or float_seq. Four columns are used (user, item, rating, timestamp; their names can be chosen), others
-are ignored.
+The format: text, tab-separated, one event a line; the header names every column as ``name:type`` with type token, float, token_seq or
+float_seq. Four columns are used (user, item, rating, timestamp; their names can be chosen), others are ignored.
 
-A request is what a recommender meets: a user at a moment, with everything that user did STRICTLY before it, and the
-items rated at that moment. Several ratings of one user with the same timestamp are one request with several
-candidates, so none of them sees another. With events sorted by (user, timestamp) both parts are slices, and nothing is
-copied until a batch is made:
+A request is what a recommender meets: a user at a moment, with everything that user did STRICTLY before it, and the items rated at that
+moment. Several ratings of one user with the same timestamp are one request with several candidates, so none of them sees another. With
+events sorted by (user, timestamp) both parts are slices, and nothing is copied until a batch is made:
 
     events of a user:   e0 e1 e2 | e3 e4 | e5 ...            e3, e4 share a timestamp
     request:            [ history )[targets)
 
-The split is one moment for all users: requests before it train, requests from it on are the held-out tail. A training
-request's history and targets lie before the split by construction; a held-out request may look back at anything
-strictly earlier than itself, as a system in service would. Vocabularies (items, rating levels) are made from training
-events alone; what only the tail knows has index 0.
+The split is one moment for all users: requests before it train, requests from it on are the held-out tail. A training request's history
+and targets lie before the split by construction; a held-out request may look back at anything strictly earlier than itself, as a system
+in service would. Vocabularies (items, rating levels) are made from training events alone; what only the tail knows has index 0.
 """
 
 from __future__ import annotations
@@ -61,8 +58,8 @@ class Columns:
 class Interactions:
     """Events sorted by (user, timestamp); ties keep the file's order. Arrays of one length.
 
-    user, item: int64 index into `users`, `items` (tokens in order of first appearance in the file). rating: float64.
-    time: float64, seconds.
+    user, item: int64 index into `users`, `items` (tokens in order of first appearance in the file). rating: float64. time: float64,
+    seconds.
     """
 
     user: np.ndarray
@@ -141,9 +138,9 @@ def read_interactions(path: str | Path, columns: Columns | None = None) -> Inter
         columns: names of the four columns; MovieLens' by default.
 
     Raises:
-        DataError: naming file, line and column of the first thing that is wrong: no such file, no header, a missing
-            column, a line with another number of columns, an empty token, a rating or timestamp that is not a finite
-            number, text that is not UTF-8, a file without events. A blank line is wrong too, unless it ends the file.
+        DataError: naming file, line and column of the first thing that is wrong: no such file, no header, a missing column, a line with
+            another number of columns, an empty token, a rating or timestamp that is not a finite number, text that is not UTF-8, a file
+            without events. A blank line is wrong too, unless it ends the file.
     """
     path = Path(path)
     columns = columns or Columns()
@@ -196,8 +193,8 @@ def read_interactions(path: str | Path, columns: Columns | None = None) -> Inter
 class Requests:
     """Prediction requests as slices of the sorted events. int64 arrays of one length; time is float64.
 
-    History of request r: events [begin[r], start[r]), all strictly earlier than time[r]. Targets: events [start[r],
-    stop[r]), all at time[r]. begin is the user's first event, or later where a longest history was asked for.
+    History of request r: events [begin[r], start[r]), all strictly earlier than time[r]. Targets: events [start[r], stop[r]), all at
+    time[r]. begin is the user's first event, or later where a longest history was asked for.
     """
 
     begin: np.ndarray
@@ -242,8 +239,8 @@ def make_requests(events: Interactions, max_history: int | None = None) -> Reque
 class Dataset:
     """Events, their features, and the two sets of requests.
 
-    item_index, rating_index: int64 features of every event, 0 (`UNKNOWN`) for what no training event has. label:
-    float32, 1 where the rating reaches the threshold. split_time: the first moment of the held-out tail.
+    item_index, rating_index: int64 features of every event, 0 (`UNKNOWN`) for what no training event has. label: float32, 1 where the
+    rating reaches the threshold. split_time: the first moment of the held-out tail.
     """
 
     events: Interactions
@@ -290,8 +287,8 @@ def make_dataset(events: Interactions, *, threshold: float = 4.0, held_out: floa
     Args:
         events: sorted events.
         threshold: a rating of at least this is a positive label.
-        held_out: share of events in the tail, in (0, 1). The split is moved to the next distinct timestamp, so that
-            events of one moment are never divided.
+        held_out: share of events in the tail, in (0, 1). The split is moved to the next distinct timestamp, so that events of one moment
+            are never divided.
         max_history: see `make_requests`.
 
     Raises:

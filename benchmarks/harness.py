@@ -1,9 +1,7 @@
-"""What every command shares: the record of a run (versions, commit, machine), tables, and timing by interleaved
-variants.
+"""What every command shares: the record of a run (versions, commit, machine), tables, and timing by interleaved variants.
 
-A figure means something only together with what produced it, so `write_record` puts one `environment` beside every
-result. A comparison means something only when its variants met the same machine state, so `time_interleaved` runs them
-in turn, round after round.
+A figure means something only together with what produced it, so `write_record` puts one `environment` beside every result. A comparison
+means something only when its variants met the same machine state, so `time_interleaved` runs them in turn, round after round.
 """
 
 from __future__ import annotations
@@ -127,9 +125,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def _jsonable(value: Any) -> Any:
-    """`value` for strict JSON: dataclasses to dicts, tensors and numpy scalars to numbers, NaN and infinities to their
-    names.
-    """
+    """`value` for strict JSON: dataclasses to dicts, tensors and numpy scalars to numbers, NaN and infinities to their names."""
     if isinstance(value, Mapping):
         return {str(k): _jsonable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -158,9 +154,7 @@ def write_record(path: str | Path, command: str, config: Any, results: Any, devi
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> str:
-    """A text table: first column left, the others right aligned; numbers should come formatted, None shows as a
-    dash.
-    """
+    """A text table: first column left, the others right aligned; numbers should come formatted, None shows as a dash."""
     cells = [["–" if c is None else str(c) for c in row] for row in rows]
     for row in cells:
         if len(row) != len(columns):
@@ -193,13 +187,13 @@ class Timing:
 def time_interleaved(
     variants: Mapping[str, Callable[[], Any]], device: torch.device | str = "cpu", *, warmup: int = 3, rounds: int = 20
 ) -> dict[str, Timing]:
-    """Time several variants in turn: every round runs each of them once, in an order that rotates, so that clocks,
-    heat and caches favour none.
+    """Time several variants in turn: every round runs each of them once, in an order that rotates, so that clocks, heat and caches favour
+    none.
 
     Args:
         variants: name to a function without arguments; what it returns is dropped.
-        device: where the work runs. On CUDA each run is timed by a pair of events on the current stream, with one
-            synchronisation a round; on the CPU by the wall clock.
+        device: where the work runs. On CUDA each run is timed by a pair of events on the current stream, with one synchronisation a
+            round; on the CPU by the wall clock.
         warmup: untimed rounds first (compilation, allocation).
         rounds: timed rounds, at least 1.
 

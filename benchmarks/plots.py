@@ -1,7 +1,7 @@
 """One house style for every figure: light grid, no box, direct labels, a colour that means the same thing everywhere.
 
-Colours are by precision or variant name, from a palette that colour-blind readers can tell apart (Okabe and Ito).
-Figures are drawn with the Agg canvas: no display is needed and the user's matplotlib settings are not touched.
+Colours are by precision or variant name, from a palette that colour-blind readers can tell apart (Okabe and Ito). Figures are drawn with
+the Agg canvas: no display is needed and the user's matplotlib settings are not touched.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ _STYLE: dict[str, Any] = {
 
 
 def color(name: str, index: int = 0) -> str:
-    """The colour of a variant: fixed for the names of `NAMED` (case does not matter), else by `index` from the
-    palette.
-    """
+    """The colour of a variant: fixed for the names of `NAMED` (case does not matter), else by `index` from the palette."""
     return NAMED.get(name.lower(), PALETTE[index % len(PALETTE)])
 
 

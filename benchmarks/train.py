@@ -301,7 +301,7 @@ def train_once(
     begin = time.perf_counter()
     judgement = judge(model, data, config, device)
     evaluate_seconds = time.perf_counter() - begin
-    served = {}
+    served: dict[str, Judgement] = {}
     if precision == config.precisions[0]:
         for other in config.precisions[1:]:
             same = build_model(config.model, data, other).to(device)

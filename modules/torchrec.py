@@ -1,17 +1,15 @@
 """TorchRec at the edge: pool what an EmbeddingCollection returns, and hand it KeyedJaggedTensors that it survives.
 
-This is the only file of the project that imports torchrec. `PMA` itself takes plain tensors, ``values`` [T, dim] and
-``offsets`` [B+1]; everything here only unwraps TorchRec's containers into those two, so that compilation, export and
-sharding meet plain tensors:
+This is the only file of the project that imports torchrec. `PMA` itself takes plain tensors, ``values`` [T, dim] and ``offsets`` [B+1];
+everything here only unwraps TorchRec's containers into those two, so that compilation, export and sharding meet plain tensors:
 
-    ids (KeyedJaggedTensor) ── EmbeddingCollection ──> {feature: JaggedTensor} ── JaggedPooling(PMA) ──> [B, num_seeds,
-    dim]
+    ids (KeyedJaggedTensor) ── EmbeddingCollection ──> {feature: JaggedTensor} ── JaggedPooling(PMA) ──> [B, num_seeds, dim]
                                  sharded or not
 
-Offsets are derived here from whatever the container holds. TorchRec 1.8 splits a KeyedJaggedTensor whose batch is of
-length zero with an IndexError (`lengths` is empty, so there is nothing to unbind), and such a batch is ordinary at the
-end of a stream; see `checked_keyed_jagged`. Variable batch size per feature (VBE: another number of samples in every
-feature) is refused, because pooling combines the features of one sample.
+Offsets are derived here from whatever the container holds. TorchRec 1.8 splits a KeyedJaggedTensor whose batch is of length zero with an
+IndexError (`lengths` is empty, so there is nothing to unbind), and such a batch is ordinary at the end of a stream; see
+`checked_keyed_jagged`. Variable batch size per feature (VBE: another number of samples in every feature) is refused, because pooling
+combines the features of one sample.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ Combine = Literal["sum", "concat", "separate"]
 
 
 def resolve(value: Any) -> Any:
-    """The value of a LazyAwaitable (what a sharded module returns before its communication ends); anything else as it
-    is.
-    """
+    """The value of a LazyAwaitable (what a sharded module returns before its communication ends); anything else as it is."""
     return value.wait() if isinstance(value, LazyAwaitable) else value
 
 
@@ -114,12 +110,12 @@ def _validate_keyed(keyed: KeyedJaggedTensor) -> None:
 def checked_keyed_jagged(keyed: KeyedJaggedTensor, *, validate: bool = False) -> KeyedJaggedTensor:
     """`keyed`, made safe for an EmbeddingCollection.
 
-    A batch without samples (`lengths` of size 0) comes back with the per-feature views that TorchRec fails to derive from it; every
-    other one is returned as it is. An unsharded collection then serves it. A sharded one reshapes the lengths again and fails in the
-    same way: give a rank that has nothing one sample without events instead, and drop its row.
+    A batch without samples (`lengths` of size 0) comes back with the per-feature views that TorchRec fails to derive from it; every other
+    one is returned as it is. An unsharded collection then serves it. A sharded one reshapes the lengths again and fails in the same way:
+    give a rank that has nothing one sample without events instead, and drop its row.
 
     Args:
-        keyed: ids (or float rows) of several features, one stride for all keys.
+        keyed: ids (or float rows) of several features, one stride for all keys, already on the device of the collection.
         validate: check on the host that keys, stride, lengths, offsets and values agree. Reads device data.
 
     Raises:
@@ -155,8 +151,7 @@ def keyed_jagged(features: Mapping[str, tuple[Tensor, Tensor]]) -> KeyedJaggedTe
     """A KeyedJaggedTensor from plain tensors.
 
     Args:
-        features: name to (values [T_f] or [T_f, ...], lengths [B]), integer lengths, the same B for every feature, 0
-            allowed.
+        features: name to (values [T_f] or [T_f, ...], lengths [B]), integer lengths, the same B for every feature, 0 allowed.
 
     Raises:
         ValueError: no features, or another number of samples in one of them.
@@ -209,15 +204,12 @@ class JaggedPooling(nn.Module):
     """Pools jagged sequences of embeddings in TorchRec's containers with `PMA` (or any module with its signature).
 
     Args:
-        pool: called as ``pool(values, offsets, validate=bool)`` with values [T, dim] and offsets [B+1]; returns [B,
-            num_seeds, dim].
-        features: the features to pool, by the names of the container's entries. None takes all of them, in the
-            container's order.
-        combine: how several features become one sequence. The features describe the same events, so they have the same
-            lengths: "sum" adds the rows of an event, all of width dim; "concat" puts them side by side, their widths adding up to dim;
-            "separate" pools each feature on its own with the same parameters (lengths may differ) and returns a dict.
-        validate: check values on the host in every call (offsets, lengths, agreement between features). Reads device
-            data.
+        pool: called as ``pool(values, offsets, validate=bool)`` with values [T, dim] and offsets [B+1]; returns [B, num_seeds, dim].
+        features: the features to pool, by the names of the container's entries. None takes all of them, in the container's order.
+        combine: how several features become one sequence. The features describe the same events, so they have the same lengths: "sum"
+            adds the rows of an event, all of width dim; "concat" puts them side by side, their widths adding up to dim; "separate" pools
+            each feature on its own with the same parameters (lengths may differ) and returns a dict.
+        validate: check values on the host in every call (offsets, lengths, agreement between features). Reads device data.
 
     The state dict holds `pool`'s entries under the prefix ``pool.``; the module adds none.
     """
@@ -252,10 +244,9 @@ class JaggedPooling(nn.Module):
         """Pool one batch.
 
         Args:
-            sequences: a JaggedTensor with float values [T, width]; a dict of them, such as an EmbeddingCollection
-                returns (also before the communication of a sharded one has ended); or a KeyedJaggedTensor with float
-                values [T, width]. Weights are not
-                used: an EmbeddingCollection made with `need_indices=True` stores ids there.
+            sequences: a JaggedTensor with float values [T, width]; a dict of them, such as an EmbeddingCollection returns (also before
+                the communication of a sharded one has ended); or a KeyedJaggedTensor with float values [T, width]. Weights are not used:
+                an EmbeddingCollection made with `need_indices=True` stores ids there.
 
         Returns:
             [B, num_seeds, dim]; with combine "separate" and anything but a JaggedTensor, a dict of them by feature. A sample without
@@ -263,8 +254,8 @@ class JaggedPooling(nn.Module):
 
         Raises:
             TypeError: another container, or values that are ids.
-            ValueError: a feature that is not there, features that do not fit together, variable batch size per
-                feature; with `validate`, malformed lengths or offsets.
+            ValueError: a feature that is not there, features that do not fit together, variable batch size per feature; with `validate`,
+                malformed lengths or offsets.
         """
         sequences = resolve(sequences)
         if isinstance(sequences, JaggedTensor):
