@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lp_fa4 import reference
 from lp_fa4.config import DEFAULT
@@ -217,3 +219,43 @@ def test_equal_queries_alone_and_in_a_batch(mode):
         same_bits(whole(grads.dv)[keys], whole(other.dv), "dv")
         if mode == "dense":
             same_bits(grads.dq[rows], other.dq, "dq")
+
+
+@pytest.mark.parametrize("dq_dtype", [torch.float32, torch.float16])
+def test_the_future_changes_nothing_before_it(dq_dtype):
+    """Causal rounding is causal: keys, values and queries from token 64 on are replaced, by larger ones that would move any shared scale or
+    mean; outputs, LSE and dQ of the rows before them keep every bit, FP16 dQ too. (A block of 32 tokens shares a scale, hence the cut.)
+    """
+    g = torch.Generator().manual_seed(0)
+    before = [torch.randn(200, 2, 32, generator=g) for _ in range(3)]
+    after = [torch.cat([x[:64], 50.0 * torch.randn(136, 2, 32, generator=g)]) for x in before]
+    dout = torch.randn(200, 2, 32, generator=g)
+    config = DEFAULT.with_(dq_dtype=dq_dtype)
+    (a, ga, _), (b, gb, _) = (
+        run(make([200], 0, 2, mode="packed", dim=32, causal=True, config=config, tensors=t), dout) for t in (before, after)
+    )
+    same_bits(a.out[:64], b.out[:64], "out")
+    same_bits(a.lse[:, :64], b.lse[:, :64], "lse")
+    same_bits(ga.dq[:64], gb.dq[:64], "dq")
+    assert (a.out[64:] != b.out[64:]).any()
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    queries=st.lists(st.integers(0, 6), min_size=5, max_size=5),
+    causal=st.booleans(),
+    tail=st.integers(0, 3),
+)
+def test_any_batch_is_its_sequences_one_by_one(lengths, queries, causal, tail):
+    """G3 as a property: jagged queries and keys, empties of either, a NaN tail; joined or alone, the same bits."""
+    g = torch.Generator().manual_seed(sum(lengths))
+    parts = [tuple(torch.randn(n, HEADS, DIM, generator=g) for n in (q, k, k, q)) for q, k in zip(queries, lengths, strict=False)]
+    joined = [torch.cat([p[i] for p in parts] + [torch.full((tail, HEADS, DIM), torch.nan)]).requires_grad_() for i in range(3)]
+    cu_q, cu_k = offsets_of([p[0].shape[0] for p in parts]), offsets_of(lengths)
+    out, lse, _ = flash_attn_varlen_func(*joined, cu_q, cu_k, 6, 70, causal=causal, return_attn_probs=True)
+    out.backward(torch.cat([p[3] for p in parts] + [torch.zeros(tail, HEADS, DIM)]))
+    for b, part in enumerate(parts):
+        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b + 1]))
+        grads = joined[0].grad[rows], joined[1].grad[keys], joined[2].grad[keys]
+        compare((out[rows].detach(), lse[:, rows].detach(), *grads), drop_in([part], causal)[0])
