@@ -320,6 +320,15 @@ def test_core_exports_with_dynamic_events_and_batch(pma):
         assert torch.equal(program(values, offsets(lens)), pma(values, offsets(lens))), lens
 
 
+def test_the_shell_compiles_without_a_graph_break(pma):
+    """A dict of JaggedTensors in, whatever the lengths: one graph, no recompilation that would fail on 0 or 1."""
+    pooling = JaggedPooling(pma, ["a", "b"])
+    compiled = torch.compile(pooling, dynamic=True, fullgraph=True, backend="aot_eager")
+    for lens in ((3, 0, 5), (1, 70), (0, 0), (2,)):
+        named = {name: JaggedTensor(values=rows(sum(lens), seed=seed), lengths=lengths(lens)) for seed, name in enumerate(("a", "b"))}
+        assert torch.equal(compiled(named), pooling(named)), lens
+
+
 def test_import_without_torchrec_says_what_is_missing():
     code = "import sys; sys.modules['torchrec'] = None\nimport modules\ntry:\n import modules.torchrec\nexcept ImportError as e: print(e)"
     root = Path(__file__).parents[2]
