@@ -13,7 +13,7 @@ stamp. Clocks grow through exactly these edges:
 
 Clocks have two rows. Row 0 is happens-before. Row 1 is what of it a *proxy fence* has carried over to the async proxy:
 ``fence.proxy.async`` sets row 1 to row 0, and both travel along every edge, so the fence may stand anywhere on the path.
-An asynchronous access to shared memory must find generic writes in row 1.
+An asynchronous access to shared memory must find earlier generic accesses in row 1.
 
 Shadow state: last writer, and last read per reading agent, for each 4-byte word of shared memory (finer than the 16
 bytes a bank group would need, so that neighbouring words of different warps do not alarm) and for each
@@ -66,12 +66,14 @@ class Waivers:
         early_use: registers of a ``tcgen05.ld`` may be used before ``wait::ld`` (the hardware's register scoreboard holds
             the use); the wait is still needed before anything else may touch those columns.
         completes_on_use: the first use of a ``tcgen05.ld``'s registers counts as its ``wait::ld``.
+        unfenced_reads: an asynchronous write may follow a generic read with no proxy fence between.
         in_flight_at_exit: the last asynchronous arrivals may come after the CTA's last warp has gone.
         uninitialised: reads of never-written shared or tensor memory are not reported.
     """
 
     early_use: bool = False
     completes_on_use: bool = False
+    unfenced_reads: bool = False
     in_flight_at_exit: bool = False
     uninitialised: bool = False
 
@@ -154,8 +156,8 @@ class Clock:
             if "tensormap::generic" in parts:
                 self.checker.tensormap_fence(g, I)
             elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and "global" not in parts:
-                written = self.checker.generic_writes
-                if ((self.vc[1] < written) & (written <= self.vc[0])).any():
+                touched = self.checker.generic_touches
+                if ((self.vc[1] < touched) & (self.vc[0] > self.vc[1])).any():
                     self.pending_marks.append(I.index)
                 np.maximum(self.vc[1], self.vc[0], out=self.vc[1])
                 self.vc[0, self.agent] += 1
@@ -280,8 +282,8 @@ class Checker:
         self.seen: set[Any] = set()
         self.tensormaps: dict[int, Any] = machine.__dict__.setdefault("tensormap_writes", {})
         #: per CTA: latest epoch of each remote or asynchronous agent that touched its shared memory, and where
-        #: latest epoch of each agent's generic writes to shared memory
-        self.generic_writes = np.zeros(self.capacity, i32)
+        #: latest epoch of each agent's generic accesses of shared memory (0: none, an asynchronous agent)
+        self.generic_touches = np.zeros(self.capacity, i32)
         self.touches: list[dict[int, tuple[int, int]]] = [{} for _ in cluster.ctas]
         self.new_agent("nobody")
         for g in cluster.gangs:
@@ -324,7 +326,7 @@ class Checker:
         name = self.names[agent]
         what = name[0]
         if proxy:
-            missing = "fence.proxy.async between the generic write and the asynchronous access"
+            missing = "fence.proxy.async between the generic and the asynchronous access"
         elif what == "ld":
             missing = f"tcgen05.wait::ld of warp {name[2]} of CTA {name[1]}, then an edge to here"
         elif what == "st":
@@ -352,8 +354,8 @@ class Checker:
     ) -> None:  # fmt: skip
         """Check an access of cells ``idx`` (an index array or a slice) against the shadow, then record it."""
         g.clock.acted()
-        if write and not asynchronous and space == "shared":
-            self.generic_writes[agent] = epoch
+        if not asynchronous and space == "shared":
+            self.generic_touches[agent] = epoch
         agents, epochs = shadow.agent[idx], shadow.epoch[idx]
         known = vc[0][agents]
         if asynchronous and space == "shared":
@@ -371,14 +373,18 @@ class Checker:
             kind = ("write after write" if write else "read after write") if unordered else "missing proxy fence"
             self._race(kind, space, cell, int(agents[i]), int(shadow.site[cell]), g, I, not unordered)
         if write:
+            crossing = asynchronous and space == "shared" and not self.waivers.unfenced_reads
             for r, last in shadow.last_read.items():
-                if last <= vc[0][r] or (in_order and r == agent):
+                row = 1 if crossing and self.generic_touches[r] else 0
+                known_reads = vc[row][r]
+                if last <= known_reads or (in_order and r == agent):
                     continue
                 read_epochs, read_sites = shadow.reads[r]
-                late = read_epochs[idx] > vc[0][r]
+                late = read_epochs[idx] > known_reads
                 if late.any():
                     cell = self._cell(idx, int(np.argmax(late)))
-                    self._race("write after read", space, cell, r, int(read_sites[cell]), g, I, False)
+                    fence = bool(row) and int(read_epochs[cell]) <= int(vc[0][r])
+                    self._race("missing proxy fence" if fence else "write after read", space, cell, r, int(read_sites[cell]), g, I, fence)
             shadow.agent[idx] = agent
             shadow.epoch[idx] = epoch
             shadow.asynchronous[idx] = asynchronous
