@@ -503,8 +503,9 @@ def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Compa
     return "\n".join(lines)
 
 
-def draw(path: Path, config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Comparison], note: str) -> None:
+def draw(path: Path, config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Comparison], data: Dataset, note: str) -> None:
     """The figure: learning curves (mean and range over seeds) and the final NE of every pair of runs."""
+    sampled = min(config.evaluate.requests, len(data.held_out))
     with plots.figure(path, 1, 2, size=(11.5, 4.4)) as (drawing, (left, right)):
         for index, precision in enumerate(config.precisions):
             mine = [run for run in runs if run.precision == precision]
@@ -514,11 +515,11 @@ def draw(path: Path, config: TrainConfig, runs: Sequence[Run], comparisons: Sequ
             held_out = np.array([[point.held_out for point in run.curve] for run in mine])
             training = np.array([[point.training for point in run.curve] for run in mine])
             left.fill_between(steps, held_out.min(0), held_out.max(0), color=color, alpha=0.13, linewidth=0)
-            left.plot(steps, held_out.mean(0), color=color, linestyle=dashes, label=f"{precision.upper()} held-out")
+            left.plot(steps, held_out.mean(0), color=color, linestyle=dashes, label=f"{precision.upper()} held-out, {sampled:,} requests")
             left.plot(
                 steps, training.mean(0), color=color, linestyle=dashes, linewidth=1, alpha=0.55, label=f"{precision.upper()} training"
             )
-        left.set_title("Learning curves, mean and range over seeds")
+        left.set_title("Learning curves: mean and range over seeds")
         left.set_xlabel(f"step ({config.train.batch_size} requests each)")
         left.set_ylabel("normalized entropy")
         left.set_xlim(left=0)
@@ -537,7 +538,7 @@ def draw(path: Path, config: TrainConfig, runs: Sequence[Run], comparisons: Sequ
         right.set_ylabel("normalized entropy")
         c = comparisons[0] if comparisons else None
         gap = f": {c.precision.upper()} − {c.baseline.upper()} = {c.difference.mean:+.4f} ± {c.difference.deviation:.4f}" if c else ""
-        right.set_title(f"Whole held-out tail{gap}")
+        right.set_title(f"All {len(data.held_out):,} held-out requests{gap}")
         right.legend(ncols=len(config.precisions), loc="upper right")
         plots.footnote(drawing, note)
 
@@ -579,7 +580,7 @@ def main(argv: Sequence[str]) -> int:
     where = record["environment"]
     version = (where["commit"] or "no commit")[:10] + ("+" if where["modified"] else "")
     note = f"{source} · NE over the base rate of the held-out tail · {where['machine'].get('gpu', where['machine']['cpu'])} · {version}"
-    draw(png_path, config, runs, comparisons, note)
+    draw(png_path, config, runs, comparisons, data, note)
     harness.say(f"wrote {json_path} and {png_path} after {seconds / 60:.1f} minutes")
     print(report(config, runs, comparisons, data), flush=True)
     return 0
