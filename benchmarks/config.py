@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 import types
 import typing
@@ -272,22 +273,28 @@ def to_dict(config: Any) -> Any:
     return str(config) if isinstance(config, Path) else config
 
 
-def describe(cls: type, prefix: str = "") -> str:
-    """One line per key: dotted name, type, default, help text."""
+def _described(cls: type, prefix: str = "") -> list[tuple[str, str]]:
     hints, lines = typing.get_type_hints(cls), []
     for name, field in _fields(cls).items():
         kind = hints[name]
         if dataclasses.is_dataclass(kind):
-            lines.append(describe(typing.cast(type, kind), f"{prefix}{name}."))
+            lines += _described(typing.cast(type, kind), f"{prefix}{name}.")
             continue
         if field.default is not dataclasses.MISSING:
-            default = f"default {to_dict(field.default)!r}"
+            default = f"default {json.dumps(to_dict(field.default))}"
         elif field.default_factory is not dataclasses.MISSING:
-            default = f"default {to_dict(field.default_factory())!r}"
+            default = f"default {json.dumps(to_dict(field.default_factory()))}"
         else:
             default = "required"
-        lines.append(f"  {prefix + name:<26} {field.metadata.get('help', '')} [{_type_name(kind)}; {default}]")
-    return "\n".join(lines)
+        lines.append((prefix + name, f"{field.metadata.get('help', '')} [{_type_name(kind)}; {default}]".strip()))
+    return lines
+
+
+def describe(cls: type) -> str:
+    """One line per key: dotted name, help text, type, default as YAML reads it."""
+    lines = _described(cls)
+    width = max((len(key) for key, _ in lines), default=0)
+    return "\n".join(f"  {key:<{width}}  {text}" for key, text in lines)
 
 
 def parse_command_line(cls: type[T], argv: Sequence[str], command: str, description: str) -> T:
