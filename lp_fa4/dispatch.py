@@ -66,8 +66,8 @@ def _kernel_reason(name: str, device: torch.device, features: Features) -> str:
         return "config.round_p, round_do and round_ds must be True: only the reference can leave a tensor unrounded"
     if features.q_mean:
         return "q_mean (Q smoothing) is served by the reference only"
-    if not 0.0 <= features.softmax_scale < math.inf:
-        return f"softmax_scale is {features.softmax_scale}; the kernels need a finite one of at least 0"
+    if not 0.0 < features.softmax_scale < math.inf:
+        return f"softmax_scale is {features.softmax_scale}; the kernels need a positive, finite one"
     backend = module(name)
     if not hasattr(backend, "forward") or not hasattr(backend, "unsupported"):
         return f"this version has no {name} attention kernels"
