@@ -318,7 +318,7 @@ class _Parser:
                 program.labels[unique] = len(program.instrs)
                 pos = m.end()
                 continue
-            if text.startswith(".loc", pos):  # ended by the line, not by a semicolon
+            if text.startswith((".loc ", ".loc\t"), pos):  # ended by the line, not by a semicolon
                 end = text.index("\n", pos)
                 m = re.match(r"\.loc\s+(\d+)\s+(\d+)", text[pos:end])
                 if m:
