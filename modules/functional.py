@@ -179,6 +179,7 @@ def pma_attention(
         folded = torch.einsum("hd,hdc->hc", q_mean, to_float(projection.weight).unflatten(0, (heads, head_dim)))
         rows = xn.dequantize() if normed is None else normed.to(torch.float32)
         mean_scores = (folded @ rows.t()).contiguous()
+    normed = None  # two bytes a channel of every event, which attention does not need
     problem = AttentionProblem(
         q8,
         k,

@@ -43,7 +43,8 @@ def projection_exponent(norm_weight: Tensor, w: Tensor, width: int, *, centred: 
     """
     scaled = w.detach().to(torch.float32) * norm_weight.detach().to(torch.float32)
     bound = torch.linalg.vector_norm(scaled, dim=1).reshape(-1, width).amax(dim=1)
-    return encode_scale(bound * (w.shape[1] ** 0.5 * (2 if centred else 1) * 1.02)).to(torch.int32) - 127  # 2%: rounding of w and x
+    rounded = (1 + 1 / 16) ** 2  # both operands may have been rounded to E4M3
+    return encode_scale(bound * (w.shape[1] ** 0.5 * (2 if centred else 1) * rounded)).to(torch.int32) - 127
 
 
 def gemm_quantize(

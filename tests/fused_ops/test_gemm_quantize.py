@@ -90,7 +90,7 @@ def test_static_bound():
     exponent = projection_exponent(g, w, 32)
     product = (xn.double() @ w.double().t()).abs()
     assert (product <= 448 * 2.0 ** exponent.double()).all()
-    assert product.max() > 448 * 2.0 ** (exponent.double() - 1.1)
+    assert product.max() > 448 * 2.0 ** (exponent.double() - 1.2)  # a power of two, and 13% for rounded operands
     assert torch.equal(projection_exponent(g, w, 32, centred=True), exponent + 1)
     got = gemm_quantize(xn, w, (0, 32), exponent=exponent)
     assert db(got.dequantize(), xn @ w.t()) > 28
