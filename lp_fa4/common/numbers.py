@@ -35,6 +35,13 @@ def log2(x):
     return Float32(inline_ptx(T.f32(), [x], "lg2.approx.f32 $0, $1;", "=f,f"))
 
 
+def volatile_shared(pointer):
+    """An FP32 from shared memory that no compiler moves across a barrier."""
+    address = Int32(pointer.toint())
+    text = "ld.volatile.shared.f32 $0, [$1];"
+    return Float32(inline_ptx(T.f32(), [address], text, "=f,r,~{memory}", side_effects=True))
+
+
 def bits_of(x):
     """FP32 bits as Int32."""
     return Int32(inline_ptx(T.i32(), [x], "mov.b32 $0, $1;", "=r,f"))

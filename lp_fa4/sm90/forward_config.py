@@ -26,6 +26,8 @@ class ForwardSpec:
             FP32 over the unrounded P. Only with a static exponent of V: folded into P, an exponent far under the
             largest would round away P's share of the sum.
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
+        promote: key tiles whose P V stay in the tensor core's accumulator before they are added to O in FP32.
+        stages: K and V^T tiles in flight.
         registers: of a consumer and of a producer thread.
     """
 
@@ -42,6 +44,9 @@ class ForwardSpec:
     mma_sum: bool = True
     p_scale_log2: int = 7
     threshold: float = 1.75
+    promote: int = 1
+    early_turn: bool = False
+    exact_sum_keys: int = 0
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
 

@@ -8,6 +8,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 
 from lp_fa4.common.numbers import exp2, log2, quad_max, quad_sum, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.worklist import FIELDS
 
 LN_2 = math.log(2.0)
 EPILOGUE = 8  # first of two named barriers, one per warpgroup
@@ -16,13 +17,13 @@ EPILOGUE = 8  # first of two named barriers, one per warpgroup
 @cute.jit
 def row_sum(spec: cutlass.Constexpr, total: cute.Tensor, state, r: cutlass.Constexpr, center: Float32, keys: Int32) -> Float32:
     """Sum of p relative to the row's reference (not scaled)."""
-    down = 2.0**-spec.p_scale_log2
+    value = quad_sum(state.sum[r])
     if const_expr(spec.mma_sum):
-        value = total[2 * r + 4 * (spec.head_dim // 8)] * down
-        if const_expr(spec.centred):
-            value = value + center * Float32(keys)
-        return value
-    return quad_sum(state.sum[r]) * down
+        value = value + total[2 * r + 4 * (spec.head_dim // 8)]
+    value = value * 2.0**-spec.p_scale_log2
+    if const_expr(spec.mma_sum and spec.centred):
+        value = value + center * Float32(keys)
+    return value
 
 
 @cute.jit
@@ -73,18 +74,17 @@ def store_statistics(t, index, empty, maximum: Float32, exponent: Float32):
 
 @cute.jit
 def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: cute.Tensor, qi: Int32):
-    """Write out, centred out, lse, row maximum and row sum of this warpgroup's rows."""
+    """Write out, centred out, lse, row maximum and row sum of this warpgroup's rows of the item in stage ``qi``."""
     tid, _, _ = cute.arch.thread_idx()
     thread, lane = tid % 128, tid % 32
     wg = cute.arch.make_warp_uniform((tid - 128) // 128)
     b, head, row0, first_row = item[0], item[1], item[2], item[3]
     queries, keys = item[4], item[6]
-    kv_head = head // spec.group
     tile_row = row0 + wg * 64
     first_out = b * queries if const_expr(spec.shared) else first_row
     factor = Float32(2.0**-spec.p_scale_log2)
     if const_expr(spec.value_scale == 0):
-        factor = factor * scale_of_byte(Int32(t.v_scale[0, kv_head]))
+        factor = factor * scale_of_byte(item[FIELDS + 2])
     inverse, centers, seen = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
     for r in cutlass.range_constexpr(2):
         maximum = quad_max(state.maximum[r])
@@ -93,7 +93,7 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: 
             center = exp2(state.mean[r] - state.reference[r]) if keys > 0 else Float32(0.0)
         value = row_sum(spec, total, state, r, center, keys)
         empty = value == 0.0
-        inverse[r] = Float32(0.0) if empty else 1.0 / value
+        inverse[r] = Float32(0.0) if empty else cute.arch.rcp_approx(value)
         seen[r] = Float32(0.0) if empty else Float32(1.0)
         centers[r] = center * inverse[r]
         row = tile_row + thread // 32 * 16 + lane // 4 + 8 * r

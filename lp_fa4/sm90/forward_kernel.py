@@ -18,8 +18,7 @@ from cutlass.utils import LayoutEnum
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE, ForwardSpec
 from lp_fa4.sm90.forward_consumer import consume
-from lp_fa4.sm90.forward_producer import produce
-from lp_fa4.sm90.worklist import FIELDS
+from lp_fa4.sm90.forward_producer import ITEM, produce
 
 THREADS = 384
 
@@ -132,7 +131,8 @@ class Forward:
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 5 + 4 * stages]
-            item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * 2], 16]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, ITEM * 2], 16]
+            base: cute.struct.Align[cute.struct.MemRange[Float32, 4], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * max(spec.vectors, 1) * d], 16]
             q: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_k)], 1024]
@@ -168,9 +168,13 @@ class Forward:
             k=storage.k.get_tensor(l_k.outer, swizzle=l_k.inner),
             v=storage.v.get_tensor(l_v.outer, swizzle=l_v.inner),
             o=storage.o.get_tensor(l_o.outer, swizzle=l_o.inner),
-            item=storage.item.get_tensor(cute.make_layout((FIELDS, 2))),
+            item=storage.item.get_tensor(cute.make_layout((ITEM, 2))),
+            base=storage.base.data_ptr(),
             vectors=storage.vectors.get_tensor(cute.make_layout((d, max(spec.vectors, 1), 2))),
         )
+        p_scale = storage.base.get_tensor(cute.make_layout(1))
+        if tid == 0:
+            p_scale[0] = Float32(spec.p_scale_log2)
         if const_expr(spec.mma_sum):
             values = s.v
             for stage in cutlass.range_constexpr(stages):

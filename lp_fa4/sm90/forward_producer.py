@@ -9,6 +9,9 @@ from lp_fa4.common.numbers import inline_ptx
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.worklist import FIELDS
 
+ITEM = FIELDS + 3
+"""int32 of a work item in shared memory: its record, then the static scale bytes of q, k and v (0 where not static)."""
+
 
 def bulk_load(destination, source, count: int, barrier):
     """Start a bulk copy of ``count`` FP32 to shared memory; one thread calls it."""
@@ -77,10 +80,20 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         q_smem, q_gmem = cpasync.tma_partition(t.q_atom, 0, one, cute.group_modes(s.q, 0, 2), cute.group_modes(q, 0, 2))
         k_smem, k_gmem = cpasync.tma_partition(t.k_atom, 0, one, cute.group_modes(s.k, 0, 2), cute.group_modes(k, 0, 2))
         v_smem, v_gmem = cpasync.tma_partition(t.v_atom, 0, one, cute.group_modes(values, 0, 2), cute.group_modes(v, 0, 2))
+        static = cute.make_rmem_tensor(3, Int32)
+        static.fill(0)
+        if const_expr(spec.query_static):
+            static[0] = Int32(t.q_scale[0, head])
+        if const_expr(spec.key_scale == 0):
+            static[1] = Int32(t.k_scale[0, kv_head])
+        if const_expr(spec.value_scale == 0):
+            static[2] = Int32(t.v_scale[0, kv_head])
         cute.arch.mbarrier_wait(bars.q_empty + qi, qp)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(FIELDS):
                 items[i, qi] = item[i]
+            for i in cutlass.range_constexpr(3):
+                items[FIELDS + i, qi] = static[i]
             cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full + qi, (QUERY_TILE + 4 * spec.vectors) * head_dim)
             for i in cutlass.range_constexpr(spec.vectors):
                 source = t.vectors[i]

@@ -1,0 +1,62 @@
+"""``flash_attn_func`` and ``flash_attn_varlen_func`` on BF16 tensors: the quantize pass and the forward together."""
+
+import pytest
+import torch
+
+from lp_fa4 import flash_attn_func, flash_attn_varlen_func
+from lp_fa4.reference import exact_attention
+from tests.gpu.problems import DEVICE, offsets_of, poison, relative
+
+pytestmark = pytest.mark.gpu
+
+FP8_ERROR = 0.06
+"""Relative error that E4M3 operands may cause on inputs with common means: three roundings of 2.6% each, and P's."""
+
+
+def inputs(rows, tokens, heads, kv_heads, dim, dtype=torch.bfloat16):
+    g = torch.Generator(device=DEVICE).manual_seed(0)
+    q, k, v = (
+        torch.randn(n, h, dim, device=DEVICE, generator=g) + torch.randn(1, h, dim, device=DEVICE, generator=g)
+        for n, h in ((rows, heads), (tokens, kv_heads), (tokens, kv_heads))
+    )
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_varlen(causal, dim, dtype):
+    lengths_k = (0, 1, 31, 33, 128, 129, 500, 1000)
+    lengths_q = (3, 0, 31, 40, 128, 100, 129, 300)
+    q, k, v = inputs(sum(lengths_q) + 5, sum(lengths_k) + 70, 8, 2, dim, dtype)
+    k[-70:], v[-70:], q[-5:] = torch.nan, torch.nan, torch.nan
+    oq, ok = offsets_of(lengths_q), offsets_of(lengths_k)
+    poison()
+    out, lse, _ = flash_attn_varlen_func(q, k, v, oq, ok, 300, 1000, causal=causal, return_attn_probs=True, backend="sm90")
+    used_q, used_k = int(oq[-1]), int(ok[-1])
+    truth, want = exact_attention(q[:used_q], k[:used_k], v[:used_k], offsets_q=oq, offsets_k=ok, causal=causal)
+    assert out.dtype == dtype and bool((out[used_q:] == 0).all())
+    assert relative(out[:used_q], truth) < FP8_ERROR
+    finite = torch.isfinite(want)
+    assert torch.equal(torch.isfinite(lse[:, :used_q]), finite)
+    assert float((lse[:, :used_q].double() - want)[finite].abs().mean()) < 0.05
+
+
+def test_dense_strided():
+    """Slices of one projection, [B, S, 3, H, D]."""
+    x = (torch.randn(3, 257, 3, 4, 128, device=DEVICE) + 0.5).bfloat16()
+    q, k, v = x.unbind(2)
+    out = flash_attn_func(q, k, v, backend="sm90")
+    offsets = torch.arange(4, device=DEVICE) * 257
+    truth, _ = exact_attention(*(t.flatten(0, 1) for t in (q, k, v)), offsets_q=offsets, offsets_k=offsets)
+    assert relative(out.flatten(0, 1), truth) < FP8_ERROR
+    assert torch.equal(out, flash_attn_func(*(t.contiguous() for t in (q, k, v)), backend="sm90"))
+
+
+def test_empty():
+    q, k, v = inputs(0, 0, 4, 4, 128)
+    out = flash_attn_varlen_func(q, k, v, offsets_of([0, 0]), offsets_of([0, 0]), 0, 0, backend="sm90")
+    assert out.shape == (0, 4, 128)
+    q, k, v = inputs(6, 0, 4, 4, 128)
+    out = flash_attn_varlen_func(q, k, v, offsets_of([2, 4]), offsets_of([0, 0]), 4, 0, backend="sm90")
+    assert bool((out == 0).all())
