@@ -262,6 +262,11 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] 
         raise ConfigError(f"{where}{error}") from None
 
 
+def from_dict(cls: type[T], data: dict[str, Any]) -> T:
+    """Inverse of `to_dict`: a configuration from plain values, checked as a file's are. Raises ConfigError."""
+    return typing.cast(T, _build(cls, data))
+
+
 def to_dict(config: Any) -> Any:
     """A configuration as plain dicts, lists, numbers and strings, for the JSON record."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):

@@ -10,6 +10,7 @@ Results: a table, a JSON record (configuration, versions, commit, machine, every
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import queue as queues
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import harness, plots
-from benchmarks.config import UserError, parse_command_line, setting
+from benchmarks.config import UserError, from_dict, parse_command_line, setting
 from benchmarks.data import (
     Batch,
     Columns,
@@ -130,6 +131,7 @@ class TrainConfig:
     threads: int = setting(1, "torch threads of one run on the CPU; the operations are small, a second thread hardly helps")
     jobs: int | None = setting(None, "runs at a time, in processes of their own; null: one per core on the CPU, 1 on a GPU")
     output: Path = setting(Path("out/train_ml100k"), "where results go: this path with .json and .png")
+    record: Path | None = setting(None, "JSON record of a finished comparison: draw its figure again to output, without training")
 
     def __post_init__(self) -> None:
         _at_least(self, threads=1)
@@ -406,6 +408,23 @@ def train_all(config: TrainConfig, data: Dataset, *, show_progress: bool = True)
 
 
 @dataclass(frozen=True)
+class Part:
+    """One side of the split: its requests, the ratings to predict, and the share of them that reaches the threshold."""
+
+    requests: int
+    ratings: int
+    base_rate: float
+
+    @staticmethod
+    def of(data: Dataset, requests: Requests) -> Part:
+        """Of `requests`, one side of `data`."""
+        return Part(len(requests), requests.targets, data.base_rate(requests))
+
+    def __str__(self) -> str:
+        return f"{self.requests:,} requests, {self.ratings:,} ratings, base rate {self.base_rate:.1%}"
+
+
+@dataclass(frozen=True)
 class Figures:
     """Mean and sample standard deviation over seeds (0 with one seed)."""
 
@@ -461,7 +480,7 @@ def _signed(figures: Figures) -> str:
     return f"{figures.mean:+.4f} ± {figures.deviation:.4f}"
 
 
-def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Comparison], data: Dataset) -> str:
+def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Comparison], held_out: Part) -> str:
     """The table and the verdict, as text."""
     rows: list[list[str | None]] = []
     for precision in config.precisions:
@@ -484,7 +503,7 @@ def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Compa
         rows.append([f"{base} served in {name} − {base}", _signed(c.served), None, _signed(c.served_auc), None, None])
     seeds = len(config.seeds)
     title = (
-        f"Held-out tail: {data.held_out.targets:,} ratings after the split, {data.base_rate(data.held_out):.1%} of them ≥ "
+        f"Held-out tail: {held_out.ratings:,} ratings after the split, {held_out.base_rate:.1%} of them ≥ "
         f"{config.data.threshold:g} (the base rate of NE).\n"
         f"Mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}; NE below 1 beats the base rate, lower is better."
     )
@@ -503,19 +522,19 @@ def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Compa
     return "\n".join(lines)
 
 
-def draw(path: Path, config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Comparison], data: Dataset, note: str) -> None:
+def draw(path: Path, config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Comparison], held_out: Part, note: str) -> None:
     """The figure: learning curves (mean and range over seeds) and the final NE of every pair of runs."""
-    sampled = min(config.evaluate.requests, len(data.held_out))
+    sampled = min(config.evaluate.requests, held_out.requests)
     with plots.figure(path, 1, 2, size=(11.5, 4.4)) as (drawing, (left, right)):
         for index, precision in enumerate(config.precisions):
             mine = [run for run in runs if run.precision == precision]
             steps = [point.step for point in mine[0].curve]
             color = plots.color(precision, index)
             dashes = "-" if index == 0 else (0, (4, 2))
-            held_out = np.array([[point.held_out for point in run.curve] for run in mine])
+            tail = np.array([[point.held_out for point in run.curve] for run in mine])
             training = np.array([[point.training for point in run.curve] for run in mine])
-            left.fill_between(steps, held_out.min(0), held_out.max(0), color=color, alpha=0.13, linewidth=0)
-            left.plot(steps, held_out.mean(0), color=color, linestyle=dashes, label=f"{precision.upper()} held-out, {sampled:,} requests")
+            left.fill_between(steps, tail.min(0), tail.max(0), color=color, alpha=0.13, linewidth=0)
+            left.plot(steps, tail.mean(0), color=color, linestyle=dashes, label=f"{precision.upper()} held-out, {sampled:,} requests")
             left.plot(
                 steps, training.mean(0), color=color, linestyle=dashes, linewidth=1, alpha=0.55, label=f"{precision.upper()} training"
             )
@@ -536,51 +555,86 @@ def draw(path: Path, config: TrainConfig, runs: Sequence[Run], comparisons: Sequ
         right.margins(y=0.25)
         right.set_xlabel("seed")
         right.set_ylabel("normalized entropy")
-        c = comparisons[0] if comparisons else None
-        gap = f": {c.precision.upper()} − {c.baseline.upper()} = {c.difference.mean:+.4f} ± {c.difference.deviation:.4f}" if c else ""
-        right.set_title(f"All {len(data.held_out):,} held-out requests{gap}")
+        right.set_title(f"All {held_out.requests:,} held-out requests")
+        if comparisons:
+            c = comparisons[0]
+            text = f"{c.precision.upper()} − {c.baseline.upper()}: {_signed(c.difference)}"
+            right.text(0.02, 0.03, text, transform=right.transAxes)
         right.legend(ncols=len(config.precisions), loc="upper right")
         plots.footnote(drawing, note)
+
+
+def _note(source: str, environment: dict[str, Any]) -> str:
+    machine, commit = environment["machine"], (environment["commit"] or "no commit")[:10] + ("+" if environment["modified"] else "")
+    return f"{source} · NE over the base rate of the held-out tail · {machine.get('gpu', machine['cpu'])} · {commit}"
+
+
+def redraw(record: Path, output: Path) -> str:
+    """Draw the figure of a finished comparison again, from its JSON record, and return its table.
+
+    Raises:
+        UserError: the record cannot be read, or is not one of this command.
+    """
+    try:
+        read = json.loads(record.read_text(encoding="utf-8"))
+        config = from_dict(TrainConfig, read["config"])
+        results = read["results"]
+        runs = [
+            Run(
+                **{
+                    **run,
+                    "curve": tuple(Point(**point) for point in run["curve"]),
+                    "served": {name: Judgement(**judgement) for name, judgement in run["served"].items()},
+                }
+            )
+            for run in results["runs"]
+        ]
+        held_out, source = Part(**results["held_out"]), results["source"]
+    except OSError as error:
+        raise UserError(f"{record}: cannot read the record: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{record}: not a record of this command ({type(error).__name__}: {error})") from None
+    comparisons = [compare(runs, precision, config.precisions[0]) for precision in config.precisions[1:]]
+    draw(Path(f"{output}.png"), config, runs, comparisons, held_out, _note(source, read["environment"]))
+    return report(config, runs, comparisons, held_out)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the module's text. Returns 0, also where the difference is outside the spread: that is a finding."""
     config = parse_command_line(TrainConfig, argv, "train", __doc__.split("\n\n")[1])
+    if config.record is not None:
+        print(redraw(config.record, config.output), flush=True)
+        return 0
     _quiet()
     begin = time.perf_counter()
     device = harness.pick_device(config.device)
     data = load_data(config.data)
+    training, held_out = Part.of(data, data.train), Part.of(data, data.held_out)
     source = (config.data.path or shipped_file()).name
     lengths = np.concatenate([r.start - r.begin for r in (data.train, data.held_out)])
     harness.say(
         f"{source}: {len(data.events):,} events of {len(data.events.users):,} users and {len(data.events.items):,} items; "
         f"histories of 0 to {lengths.max()} events, mean {lengths.mean():.0f}"
     )
-    harness.say(
-        f"training: {len(data.train):,} requests, {data.train.targets:,} ratings, base rate {data.base_rate(data.train):.1%}; "
-        f"held out: {len(data.held_out):,} requests, {data.held_out.targets:,} ratings, base rate {data.base_rate(data.held_out):.1%}"
-    )
+    harness.say(f"training: {training}; held out: {held_out}")
     harness.say(
         f"{len(config.seeds)} seeds x {', '.join(config.precisions)}: {config.train.steps} steps of {config.train.batch_size} requests each"
     )
     runs = train_all(config, data)
     seconds = time.perf_counter() - begin
-    baseline = config.precisions[0]
-    comparisons = [compare(runs, precision, baseline) for precision in config.precisions[1:]]
+    comparisons = [compare(runs, precision, config.precisions[0]) for precision in config.precisions[1:]]
     json_path, png_path = Path(f"{config.output}.json"), Path(f"{config.output}.png")
     results = {
-        "held_out": {"ratings": data.held_out.targets, "requests": len(data.held_out), "base_rate": data.base_rate(data.held_out)},
-        "training": {"ratings": data.train.targets, "requests": len(data.train), "base_rate": data.base_rate(data.train)},
+        "source": source,
+        "held_out": asdict(held_out),
+        "training": asdict(training),
         "split_time": data.split_time,
         "comparisons": [asdict(c) for c in comparisons],
         "runs": [asdict(run) for run in runs],
         "seconds": seconds,
     }
     record = harness.write_record(json_path, "train", config, results, device)
-    where = record["environment"]
-    version = (where["commit"] or "no commit")[:10] + ("+" if where["modified"] else "")
-    note = f"{source} · NE over the base rate of the held-out tail · {where['machine'].get('gpu', where['machine']['cpu'])} · {version}"
-    draw(png_path, config, runs, comparisons, data, note)
+    draw(png_path, config, runs, comparisons, held_out, _note(source, record["environment"]))
     harness.say(f"wrote {json_path} and {png_path} after {seconds / 60:.1f} minutes")
-    print(report(config, runs, comparisons, data), flush=True)
+    print(report(config, runs, comparisons, held_out), flush=True)
     return 0

@@ -68,6 +68,19 @@ def test_end_to_end_from_the_command_line(file, tmp_path, capsys):
     assert comparison["within"] == (abs(mean) <= comparison["spread"])
 
 
+def test_a_record_is_drawn_again(file, tmp_path, capsys):
+    out, again = tmp_path / "a", tmp_path / "b"
+    assert cli.main(["train", *TINY, f"data.path={file}", "seeds=[0]", "train.steps=3", f"output={out}"]) == 0
+    first = capsys.readouterr().out
+    assert cli.main(["train", f"record={out}.json", f"output={again}"]) == 0
+    assert capsys.readouterr().out == first
+    assert again.with_suffix(".png").read_bytes() == out.with_suffix(".png").read_bytes()
+    for text, words in (("{}", "not a record of this command"), ("[", "not a record of this command")):
+        (tmp_path / "bad.json").write_text(text)
+        assert cli.main(["train", f"record={tmp_path}/bad.json"]) == 2 and words in capsys.readouterr().err
+    assert cli.main(["train", f"record={tmp_path}/none.json"]) == 2 and "cannot read the record" in capsys.readouterr().err
+
+
 def test_processes_do_not_change_a_figure(tiny):
     config, data = tiny
     here = train.train_all(config, data, show_progress=False)
