@@ -328,10 +328,8 @@ def pma_attention_backward(
             # dV = dv + w_b and xn = xc + mean_b per sequence b; the columns of dv alone sum to 0 only where w was taken out of them.
             dw_v = weight_gradient(dv, xn, offsets)
             length = (offsets[1:] - offsets[:-1]).to(torch.float32)[:, None]
-            if w is not None and opts.center:
+            if w is not None:  # then the rows were centred: P is centred only with their sums
                 dw_v += w.t() @ (total + length * mean)
-            elif w is not None:
-                dw_v += weight_gradient(per_token(w, offsets, values.shape[0]), xn, offsets)
             elif opts.center:
                 dw_v += weight_gradient(dv, per_token(mean, offsets, values.shape[0]), offsets)
     dx, dnorm, dw_k = gemm_norm_backward(

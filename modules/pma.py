@@ -35,6 +35,9 @@ class PMA(nn.Module):
         eps: of both RMSNorms.
         device, dtype: of the parameters; ``device="meta"`` then ``to_empty`` and ``reset_parameters`` work.
 
+    ``torch.compile(fullgraph=True, dynamic=True)`` serves every batch with one graph (and one each for 0 and 1 events, as PyTorch
+    specialises those sizes); ``torch.export`` with dynamic events and samples, from two samples up.
+
     Parameters: ``seed_embs [Q, dim]``, ``query_norm.weight``, ``kv_norm.weight`` ``[dim]``, ``query_proj.weight``,
     ``key_proj.weight`` (``value_proj.weight``) ``[dim, dim]``.
 
