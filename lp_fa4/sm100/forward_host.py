@@ -111,8 +111,8 @@ def forward_spec(problem: AttentionProblem, p_scale: str = "constant", block_sca
     reason = _config_reason(config)
     if problem.q_mean is not None:
         reason = "q_mean (Q smoothing) is served by the reference only"
-    if problem.softmax_scale is None or problem.softmax_scale <= 0:
-        reason = f"softmax_scale is {problem.softmax_scale}; sm100 kernels need a positive one"
+    if problem.softmax_scale is None or not 0.0 < problem.softmax_scale < float("inf"):
+        reason = f"softmax_scale is {problem.softmax_scale}; sm100 kernels need a positive, finite one"
     if reason:
         raise ValueError(reason)
     same = problem.v_mean is None and config.save_out_dtype == torch.bfloat16
@@ -165,7 +165,9 @@ def run(problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list:
     result = ForwardResult(out, lse, out if saved is None else saved, row_max, row_sum)
     if p.batch == 0 or rows == 0 or p.tokens == 0:
         return result
-    offsets_k = p.offsets_k if p.offsets_k is not None else torch.tensor([0, p.tokens], dtype=torch.int32, device=device)
+    offsets_k = p.offsets_k
+    if offsets_k is None:  # one sequence; made on the device, so that a graph can capture it
+        offsets_k = torch.arange(2, dtype=torch.int32, device=device) * p.tokens
     records, state = make_work_list(
         offsets_k,
         p.offsets_q if jagged else None,

@@ -8,12 +8,13 @@ from cutlass.cute.nvgpu import cpasync
 from lp_fa4.sm100.atoms import F8, SF_BYTES, load_scales
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm100.sync import wait
-from lp_fa4.sm100.work import fetch, scale_tile
+from lp_fa4.sm100.work import fetch, same_queries, scale_tile
 
 
 @cute.jit
 def load_role(kernel: cutlass.Constexpr, args, shared, bars):
-    """Walk this CTA's items: both Q tiles of an item (two items' worth of buffers), then K and V tile by tile.
+    """Walk this CTA's items: both Q tiles of an item (two items' worth of buffers), then K and V tile by tile. Shared queries are not
+    loaded again for an item with the head and rows of the one before.
 
     Payloads are addressed at their jagged offset, scales at the 128-row tile rule (split addressing): a tile's payload may reach into the
     next sequence, its scales never do.
@@ -36,19 +37,24 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
         s_k, g_k = _partition(args.tma_k, shared.k, qk.partition_B(g_k))
         s_v, g_v = _partition(args.tma_v, shared.v, pv.partition_B(g_v))
 
-        buffer = done & 1
-        tile = item.row // QUERY_TILE
-        wait(bars + bar.q_empty + buffer, ((done >> 1) & 1) ^ 1)
-        q_full = bars + bar.q_full + buffer
-        live = Int32(2) if item.steps1 > 0 else Int32(1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, live * (QUERY_TILE * dim + sf))
-        for i in cutlass.range_constexpr(2):
-            if i < live:
-                cute.copy(args.tma_q, g_q[None, tile + i], s_q[None, 2 * buffer + i], tma_bar_ptr=q_full)
-                if const_expr(scaled):
-                    first = scale_tile(spec, item.sequence, item.first_query)
-                    load_scales(args.sf_q, first + tile + i, item.head, shared.sf_q, 2 * buffer + i, q_full)
+        fresh = True
+        if const_expr(spec.shared_q):
+            fresh = done == 0 or not same_queries(item, fetch(spec, args.records, cutlass.max(index - step, 0)))
+        if fresh:
+            buffer = done & 1
+            q_full = bars + bar.q_full + buffer
+            wait(bars + bar.q_empty + buffer, ((done >> 1) & 1) ^ 1)
+            live = Int32(2) if item.steps1 > 0 else Int32(1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full, live * (QUERY_TILE * dim + sf))
+            tile = item.row // QUERY_TILE
+            for i in cutlass.range_constexpr(2):
+                if i < live:
+                    cute.copy(args.tma_q, g_q[None, tile + i], s_q[None, 2 * buffer + i], tma_bar_ptr=q_full)
+                    if const_expr(scaled):
+                        first = scale_tile(spec, item.sequence, item.first_query)
+                        load_scales(args.sf_q, first + tile + i, item.head, shared.sf_q, 2 * buffer + i, q_full)
+            done += 1
 
         key_tile = item.first_key // KEY_TILE + item.sequence
         sf_k, sf_v = (args.sf_k, args.sf_v) if scaled else (None, None)
@@ -64,7 +70,6 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
                 args.tma_v, g_v[None, n], s_v[None, stage], sf_v, key_tile + n, kv_head, shared.sf_v, stage, bars + bar.v_full + stage
             )
         base += item.steps
-        done += 1
         index += step
 
 

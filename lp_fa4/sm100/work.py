@@ -56,3 +56,9 @@ def item_steps(item: Item, tile: int) -> Int32:
 def scale_tile(spec: ForwardSpec, sequence, first_query):
     """Scale-factor tile of a sequence's first query rows (the tile rule; shared queries are one sequence)."""
     return Int32(0) if spec.shared_q else first_query // QUERY_TILE + sequence
+
+
+@cute.jit
+def same_queries(a: Item, b: Item):
+    """Whether two items of shared queries have the same Q tiles."""
+    return a.head == b.head and a.row == b.row

@@ -1,11 +1,14 @@
 """Problems for the Blackwell forward, its run in the emulator, and what counts as right.
 
+``case`` builds one for ``tests.emulator.worker``: everything it takes is JSON.
+
 Scale pads are 0xFF (an E8M0 NaN) wherever no scale belongs, in every run: whoever reads one shows it. Rows differ in size by up to 2^6, so
 that a wrong scale row is far outside every tolerance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from unittest import mock
 
@@ -16,9 +19,13 @@ from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor, quantize_mx
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from lp_fa4.sm100 import forward_host as sm100
+from tests.emulator.kernels import Case
 
-FP32 = AttentionConfig(save_out_dtype=torch.float32)
-POST = AttentionConfig.post(save_out_dtype=torch.float32)
+CONFIGS = {
+    "default": AttentionConfig(save_out_dtype=torch.float32),
+    "post": AttentionConfig.post(save_out_dtype=torch.float32),
+    "bf16": AttentionConfig(),
+}
 
 
 def offsets(lengths: list[int]) -> torch.Tensor:
@@ -37,29 +44,36 @@ def problem(
     causal: bool = False,
     mean: bool = False,
     sharpness: float = 1.0,
-    blocks: tuple[tuple[int, int], tuple[int, int], tuple[int, int]] = ((32, 32), (32, 32), (32, 32)),
-    exponents: tuple[int | None, int | None, int | None] = (None, None, None),
+    blocks: Sequence[Sequence[int]] = ((32, 32), (32, 32), (32, 32)),
+    exponents: Sequence[int | None] = (None, None, None),
     capacity: int = 0,
-    config: AttentionConfig = FP32,
+    zeros: bool = False,
+    config: str = "default",
     seed: int = 0,
 ) -> AttentionProblem:
     """Random operands. ``queries``: rows per sequence (jagged), or ``shared`` rows for all. ``capacity``: rows of k and v past the last
-    sequence. ``sharpness``: standard deviation of the scores, about."""
+    sequence. ``sharpness``: standard deviation of the scores, about. ``zeros``: V's first block is 0 and its third smaller by 2^20.
+    ``config``: a key of ``CONFIGS``."""
+    cfg = CONFIGS[config]
     generator = torch.Generator().manual_seed(seed)
     kv_heads = kv_heads or heads
     ok, batch = offsets(keys), len(keys)
 
-    def operand(rows: int, h: int, block: tuple[int, int], exponent: int | None, off: torch.Tensor | None) -> MXTensor:
+    def operand(rows: int, h: int, block: Sequence[int], exponent: int | None, off: torch.Tensor | None) -> MXTensor:
         spread = torch.exp2(torch.randint(-3, 4, (rows, 1, 1), generator=generator).float())
         x = torch.randn(rows, h, dim, generator=generator) * (spread if exponent is None else 1.0)
-        return quantize_mx(x, block, offsets=off, token_dim=0, exponent=exponent)
+        return quantize_mx(x, (block[0], block[1]), offsets=off, token_dim=0, exponent=exponent)
 
     oq = None if shared else offsets(queries)  # type: ignore[arg-type]
     q = operand(shared or int(oq[-1]), heads, blocks[0], exponents[0], oq)  # type: ignore[index]
     k = operand(sum(keys) + capacity, kv_heads, blocks[1], exponents[1], ok)
     v = operand(sum(keys) + capacity, kv_heads, blocks[2], exponents[2], ok)
+    if zeros:
+        v.codes[:32] = 0
+        v.scale_bytes[0] = 0
+        v.scale_bytes[2] -= 20
     sums = None
-    if config.center_p and not causal:
+    if cfg.center_p and not causal:
         values = v.dequantize()
         sums = torch.stack([values[ok[b] : ok[b + 1]].sum(0) for b in range(batch)])
     typical = 12.0 if exponents[1] is None else 1.0  # mean square of the row factors
@@ -74,7 +88,7 @@ def problem(
         causal=causal,
         v_sum=sums,
         v_mean=torch.randn(batch, kv_heads, dim, generator=generator) if mean else None,
-        config=config,
+        config=cfg,
     )
 
 
@@ -105,16 +119,32 @@ def poisoned(scale_atoms: Callable) -> Callable:
 
 
 def run(
-    p: AttentionProblem, *, p_scale: str = "constant", block_scaled: bool = True, processors: int = 2, arch: str = "sm_100a"
+    p: AttentionProblem,
+    *,
+    p_scale: str = "constant",
+    block_scaled: bool = True,
+    processors: int = 2,
+    device_list: bool = False,
+    arch: str = "sm_100a",
 ) -> ForwardResult:
-    """Launch the kernel for ``p`` on ``processors`` CTAs (call inside ``emulate``)."""
+    """Launch the kernel for ``p`` on ``processors`` CTAs (call inside ``emulate``). ``device_list``: with the work list's own kernels."""
+    from lp_fa4.sm90 import worklist
+
     spec = sm100.forward_spec(p, p_scale, block_scaled)
-    with mock.patch.object(sm100, "scale_atoms", poisoned(sm100.scale_atoms)):
+    make = worklist.work_list if device_list else host_work_list
+    with (
+        mock.patch.object(sm100, "scale_atoms", poisoned(sm100.scale_atoms)),
+        mock.patch.object(worklist, "arch_of", lambda device: arch),
+    ):
+        return sm100.run(p, arch, spec, partial(make, query_tile=256), processors)
 
-        def make(*args, **kwargs):
-            return host_work_list(*args, query_tile=256, **kwargs)
 
-        return sm100.run(p, arch, spec, make, processors)
+def case(arch: str, problem_of: dict, run_of: dict | None = None) -> Case:
+    """A case of ``problem(**problem_of)``, run with ``run(**run_of)``. Fresh memory is poison."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    p = problem(**problem_of)
+    return Case(str(problem_of), arch, None, lambda: run(p, arch=arch, **(run_of or {})), Judge(p))
 
 
 class Judge:

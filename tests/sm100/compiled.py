@@ -49,10 +49,16 @@ def inspect(cubin: Path) -> dict:
     usage = _run(_tool("cuobjdump"), "--dump-resource-usage", str(cubin))
     out = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     sass = _run(_tool("cuobjdump"), "-sass", str(cubin))
+    products: dict[str, int] = {}
+    for name, a, rest in re.findall(r"\b(UTC\w*MMA[.\w]*)\s+(\w+)\[\w+\],(.*?);", sass):
+        # a block-scaled product names the scales' place after the instruction descriptor
+        kind = f"{'smem' if a == 'gdesc' else 'tmem'} scaled={'tmem' in rest.split('idesc')[1]}"
+        kind = kind if name == "UTCQMMA" else f"{name} {kind}"
+        products[kind] = products.get(kind, 0) + 1
     counts: dict[str, int] = {}
     for name in re.findall(_COUNTED, sass):
         counts[name] = counts.get(name, 0) + 1
-    return {**out, "sass": counts}
+    return {**out, "products": products, "sass": counts}
 
 
 def compile_variant(arch: str, name: str, folder: Path) -> dict:

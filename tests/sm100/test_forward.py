@@ -1,67 +1,66 @@
-"""The Blackwell forward, executed by the emulator under adversarial schedules, against the reference and FP64.
+"""The Blackwell forward, executed by the emulator under adversarial schedules with the race checker, against the reference and FP64.
 
-Every case is one kernel variant (compiled once) on hostile lengths. ``python -m tests.sm100.matrix`` runs the whole list of shapes and
-modes under 16 schedules each.
+Cases share compiled variants where they can. ``python -m tests.sm100.matrix`` runs the whole list of shapes and modes, 16 schedules each.
 """
 
 import pytest
-import torch
 
-from tests.emulator import emulate
-from tests.sm100.cases import FP32, POST, Judge, problem, run
+from tests.sm100.cases import Judge, problem, run
 
 pytestmark = pytest.mark.emulator
 
-
-def check(p, schedules, **options) -> None:
-    emulate(lambda: run(p, **options), arch="sm_100a", schedules=schedules, verify=Judge(p))
-
-
-def test_shared_queries_centred():
-    """The module's case: shared queries, one and a half Q tiles, P centred, mean of V added back, a spare capacity."""
-    check(problem([31, 0, 300, 129], shared=200, mean=True, capacity=50), 4)
+MODULE = {"shared": 200, "mean": True}
+"""The module's variant: shared queries, one and a half Q tiles, P centred, mean of V added back."""
 
 
-def test_jagged_queries_causal_gqa():
-    """Jagged queries, more queries than keys (rows that see nothing), two query heads per key head, P uncentred as causal asks."""
-    check(problem([300, 31, 1, 0], queries=[300, 130, 5, 40], heads=2, kv_heads=1, causal=True, sharpness=2), 4)
+def check(worker, problem_of: dict, schedules: int = 2, **run_of) -> None:
+    worker.run("tests.sm100.cases:case", {"problem_of": problem_of, "run_of": run_of}, schedules=schedules)
 
 
-def test_head_dim_64():
-    """Scales with columns of their own; three heads; a second Q tile that lacks rows."""
-    check(problem([33, 127, 0, 260], queries=[1, 257, 30, 128], heads=3, dim=64), 3)
+def test_shared_queries_centred(blackwell):
+    """Every tail, an empty sequence, a spare capacity; the work list comes from its own kernels. Three CTAs on two heads: each alternates
+    between them, so Q is loaded for every item (with two CTAs it would be loaded once)."""
+    check(blackwell, {**MODULE, "keys": [31, 0, 300, 129], "capacity": 50}, 2, device_list=True, processors=3)
 
 
-@pytest.mark.parametrize("p_scale", ["softmax_max", "fresh"])
-def test_data_dependent_scales_of_p(p_scale):
-    """Row scales of P through shared memory; sharp scores, so that blocks of P differ by many powers of two; no lazy maximum."""
-    check(problem([128, 300], queries=[64, 129], sharpness=4, config=POST), 3, p_scale=p_scale)
+def test_lazy_maximum_moves_often(blackwell):
+    """Scores so sharp that rows rescale in most tiles; one CTA walks all items."""
+    check(blackwell, {**MODULE, "keys": [700, 1], "shared": 256, "heads": 1, "sharpness": 8}, 2, processors=1)
 
 
 @pytest.mark.parametrize("blocks, exponents", [(((32, 128), (128, 128), (32, 128)), (None, None, None)), (((32, 32),) * 3, (-5, -5, -4))])
-def test_other_blocks(blocks, exponents):
-    """Token blocks, 128-token blocks and static scales reach the MMA as 32-element scales; same kernel as the default's."""
-    check(problem([129, 0, 40], queries=[130, 7, 1], blocks=blocks, exponents=exponents, config=FP32), 1)
+def test_other_blocks(blackwell, blocks, exponents):
+    """Token blocks, 128-token blocks and static scales reach the MMA as 32-element scales; one query; Q is loaded once for all samples."""
+    check(blackwell, {**MODULE, "keys": [129, 0, 40], "shared": 1, "blocks": blocks, "exponents": exponents}, 1)
 
 
-def test_scales_outside_the_mma_static_v():
+def test_jagged_queries_causal_gqa(blackwell):
+    """Jagged queries, more queries than keys (rows that see nothing), two query heads per key head, the conventional preset."""
+    lengths = {"keys": [300, 31, 1, 0], "queries": [300, 130, 5, 40]}
+    check(blackwell, {**lengths, "kv_heads": 1, "causal": True, "sharpness": 2, "config": "post"})
+
+
+def test_head_dim_64(blackwell):
+    """Scales with columns of their own; three heads; a second Q tile that lacks rows."""
+    check(blackwell, {"keys": [33, 127, 0, 260], "queries": [1, 257, 30, 128], "heads": 3, "dim": 64})
+
+
+def test_data_dependent_scales_of_p(blackwell):
+    """Row scales of P through shared memory; sharp scores, so that blocks of P differ by many powers of two."""
+    check(blackwell, {"keys": [128, 300], "queries": [64, 129], "sharpness": 4, "config": "post"}, p_scale="fresh")
+
+
+def test_scales_outside_the_mma_static_v(blackwell):
     """Token blocks of Q and K applied to score rows and columns, V static, P centred: the plain f8f6f4 kernel."""
     blocks, exponents = ((32, 128), (32, 128), (32, 128)), (None, None, -4)
-    check(problem([33, 0, 257], shared=130, mean=True, blocks=blocks, exponents=exponents), 3, block_scaled=False)
+    check(blackwell, {**MODULE, "keys": [33, 0, 257], "blocks": blocks, "exponents": exponents}, block_scaled=False)
 
 
-def test_scales_outside_the_mma_folded_v():
+def test_scales_outside_the_mma_folded_v(blackwell):
     """V's exponents folded into P: blocks of V that differ by 2^20 and blocks of zeros, which still count in the row sum."""
-    p = problem([300, 31, 0], queries=[129, 40, 3], blocks=((32, 128), (128, 128), (32, 128)), config=POST)
-    p.v.payload.view(torch.uint8)[0:32] = 0
-    p.v.scale_bytes[0] = 0
-    p.v.scale_bytes[2] -= 20
-    check(p, 3, block_scaled=False)
-
-
-def test_lazy_maximum_moves_often():
-    """Scores so sharp that rows rescale in most tiles, on the plain running maximum of the conventional preset."""
-    check(problem([700], shared=256, heads=1, sharpness=8, config=POST), 2)
+    blocks = ((32, 128), (128, 128), (32, 128))
+    lengths = {"keys": [300, 31, 0], "queries": [129, 40, 3]}
+    check(blackwell, {**lengths, "blocks": blocks, "zeros": True, "config": "post"}, block_scaled=False)
 
 
 def test_no_keys_at_all():

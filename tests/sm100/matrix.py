@@ -1,0 +1,61 @@
+"""The whole list: ``python -m tests.sm100.matrix [--schedules 16] [--queries 1 128 256 512] [NAME ...]``.
+
+Every mode of the forward on sequences of 0, 1, 31, 33, 127, 128, 129, 300 and 700 keys, under adversarial schedules with the race checker;
+scale pads 0xFF. Minutes a row, so not part of the test suite; one line per row as it passes, a traceback where it does not.
+"""
+
+import argparse
+import time
+
+from tests.emulator.worker import Worker
+
+KEYS = [0, 1, 31, 33, 127, 128, 129, 300, 700]
+TOKEN = ((32, 128), (32, 128), (32, 128))
+MODES: dict[str, tuple[dict, dict]] = {
+    "shared": ({"mean": True}, {}),
+    "dense": ({"dense": True}, {}),
+    "gqa": ({"dense": True, "heads": 2, "kv_heads": 1}, {}),
+    "causal": ({"dense": True, "causal": True}, {}),
+    "d64": ({"dim": 64, "mean": True}, {}),
+    "post": ({"config": "post", "sharpness": 4}, {}),
+    "softmax_max": ({"config": "post", "sharpness": 4}, {"p_scale": "softmax_max"}),
+    "fresh": ({"config": "post", "sharpness": 4}, {"p_scale": "fresh"}),
+    "token_blocks": ({"mean": True, "blocks": TOKEN}, {}),
+    "outside_static": ({"mean": True, "blocks": TOKEN, "exponents": (None, None, -4)}, {"block_scaled": False}),
+    "outside_folded": ({"config": "post", "blocks": TOKEN, "zeros": True}, {"block_scaled": False}),
+}
+
+
+def row(name: str, queries: int) -> tuple[dict, dict]:
+    """Problem and run arguments of one mode at ``queries`` rows a sequence."""
+    problem_of, run_of = MODES[name]
+    problem_of = {"keys": KEYS, "heads": 1, **problem_of}
+    if problem_of.pop("dense", False):
+        problem_of["queries"] = [queries] * len(KEYS)
+    else:
+        problem_of["shared"] = queries
+    return problem_of, run_of
+
+
+def main() -> None:
+    """Run the rows asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MODES))
+    parser.add_argument("--schedules", type=int, default=16)
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 128, 256, 512])
+    arguments = parser.parse_args()
+    worker = Worker("sm_100a")
+    for name in arguments.names or MODES:
+        for queries in arguments.queries:
+            started = time.time()
+            problem_of, run_of = row(name, queries)
+            request = {"problem_of": problem_of, "run_of": run_of}
+            answer = worker.run("tests.sm100.cases:case", request, schedules=arguments.schedules)
+            print(
+                f"{name} queries={queries}: {len(answer['schedules'])} schedules right, no race ({time.time() - started:.0f} s)", flush=True
+            )
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()
