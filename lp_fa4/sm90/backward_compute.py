@@ -22,7 +22,20 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.numbers import bits_of, exp2, scale_of_byte
-from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, STAT_A, STAT_B, STAT_C, STAT_DQ, STAT_FLOATS, STAT_Q0, STAT_S0
+from lp_fa4.sm90.backward_layout import (
+    KEY_TILE,
+    QUERY_TILE,
+    STAT_A,
+    STAT_B,
+    STAT_C,
+    STAT_DK,
+    STAT_DQ,
+    STAT_DV,
+    STAT_FLOATS,
+    STAT_Q0,
+    STAT_S0,
+)
+from lp_fa4.sm90.backward_load import shared_ints
 from lp_fa4.sm90.backward_ops import (
     absolute,
     accumulate,
@@ -45,21 +58,16 @@ CONSUMERS = 256
 
 
 @cute.jit
-def key_factors(spec, k_scale, v_scale, item, n, warp):
+def key_factors(spec, item, warp):
     """(factor of K in S, factor of V in dP, factor of K in dQ, its share in the codes that meet K) of this warp's 16 keys."""
-    group = warp // 2  # of 32 keys
-    row = item.krow + 4 * n
-    mine = group
-    if n * KEY_TILE + 32 * group >= item.klen:
-        mine = Int32(0)
-    fk = scale_of_byte(Int32(k_scale[0 if const_expr(spec.k_static) else row + mine, item.hk]))
-    fv = scale_of_byte(Int32(v_scale[0 if const_expr(spec.v_static) else row + mine, item.hk]))
+    at = item.record + 32 + 4 * (warp // 2)  # of this warp's group of 32
+    fk, fv = scale_of_byte(shared_ints(at, 1)[0]), scale_of_byte(shared_ints(at + 16, 1)[0])
     top, share = fk, Float32(1.0)
     if const_expr(spec.fold and not spec.k_static):
+        four = shared_ints(item.record + 32, 4)
         top = Float32(0.0)
         for g in cutlass.range_constexpr(4):
-            if n * KEY_TILE + 32 * g < item.klen:
-                top = cute.arch.fmax(top, scale_of_byte(Int32(k_scale[row + g, item.hk])))
+            top = cute.arch.fmax(top, scale_of_byte(four[g]))
         share = fk / top
     return fk, fv, top, share
 
@@ -130,13 +138,12 @@ def score_gradients(spec, w, S, dP, stat, fv, x, limits):
                     S[i] = S[i] if keep else Float32(0.0)
 
 
-@cute.jit
 def largest(S):
-    """Largest magnitude of this thread's values."""
-    top = absolute(S[0])
-    for i in cutlass.range_constexpr(1, 32):
-        top = cute.arch.fmax(top, absolute(S[i]))
-    return top
+    """Largest magnitude of this thread's values, over four chains."""
+    tops = [absolute(S[i]) for i in range(4)]
+    for i in range(4, 32):
+        tops[i % 4] = cute.arch.fmax(tops[i % 4], absolute(S[i]))
+    return cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
 
 
 @cute.jit
@@ -173,11 +180,12 @@ def agree(w, x, buffer):
     """Before the codes in ``buffer`` are used for dQ: bring all eight warps' scales to the smallest, if they differ. Returns as
     :func:`keep_in_range`."""
     xs = shared_floats(w.scales + 32 * buffer, 8, 16)
-    low, high = xs[0], xs[0]
-    for i in cutlass.range_constexpr(1, 8):
-        low, high = cute.arch.fmin(low, xs[i]), cute.arch.fmax(high, xs[i])
+    differ = [(bits_of(xs[i]) ^ bits_of(x)) | (bits_of(xs[4 + i]) ^ bits_of(x)) for i in range(4)]
     down = Float32(1.0)
-    if low < high:
+    if ((differ[0] | differ[1]) | (differ[2] | differ[3])) != 0:
+        low = xs[0]
+        for i in cutlass.range_constexpr(1, 8):
+            low = cute.arch.fmin(low, xs[i])
         down = low * reciprocal_power(x)
         factor = half2(down)
         for half in cutlass.range_constexpr(2):
@@ -214,8 +222,7 @@ def publish(spec, w, S, codes, share, buffer, x):
 @cute.jit
 def reduce_dq(spec, w, dQ, factor, target: Int64):
     """Add this warp's 16 x D/2 share of a dQ tile to global memory, in accumulator order, by one bulk reduction."""
-    if w.lane == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
     size = spec.head_dim * 32  # bytes: 16 rows x D/2 columns x 4
     for j in cutlass.range_constexpr(spec.head_dim // 16):
@@ -252,42 +259,43 @@ def rescale(dK, down):
 
 @cute.jit
 def step(spec, first: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, target: Int64):
-    """One query tile. ``keys``: factors of :func:`key_factors`; ``now``, ``last``: (A stage, A phase, B stage, B phase, dS buffer, dS
+    """One query tile. ``keys``: factors of :func:`key_factors`, K and V operands; ``now``, ``last``: (A stage, A phase, B
+    stage, B phase, dS buffer, dS
     phase) of this tile and the one before, whose dK and dQ are done here; ``target``: this warp's
     address in its dQ tile. Returns x.
 
     Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
     as soon as dK is read there (C7514).
     """
-    fk, fv, dq_factor, share = keys
+    fk, fv, dq_factor, share, k, v = keys
     bars = w.bars
     stage, phase, out, out_phase, buffer, _ = now
     stat = w.stat + stage * (4 * STAT_FLOATS)
+    down = Float32(1.0)
     S = cute.make_rmem_tensor(w.score_shape, Float32)
     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-    accumulate(w.mma_s, S, w.k, w.q[None, None, None, stage], True)
-    down = Float32(1.0)
     if const_expr(first):
-        warpgroup.wait_group(0)
+        accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
     else:
-        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[2]], False)
         cute.arch.mbarrier_wait(bars.ds_full + last[4], last[5])
         x, down = agree(w, x, last[4])
         dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
         accumulate(w.mma_q, dQ, w.ds[None, None, None, last[4]], w.kt, True)
-        warpgroup.wait_group(2)
-    probabilities(spec, w, S, w.P, stat, fk, limits)
-    if const_expr(not first):
-        warpgroup.wait_group(0)
-        arrive(bars.b_empty + last[2])
+        accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
+        warpgroup.wait_group(1)  # dQ leaves while S is computed
         reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(x), target)
     dP = cute.make_rmem_tensor(w.score_shape, Float32)
-    accumulate(w.mma_s, dP, w.v, w.do[None, None, None, stage], True)
+    accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
+    if const_expr(not first):
+        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[2]], False)
+    warpgroup.wait_group(1 if const_expr(first) else 2)
+    probabilities(spec, w, S, w.P, stat, fk, limits)  # under dP and dK
     cute.arch.mbarrier_wait(bars.b_full + out, out_phase)
     accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, out], first)
-    # dV is awaited too, though only dP is needed: P's registers die, without which ptxas serializes every wgmma (C7512)
     warpgroup.wait_group(0)
-    score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(first) else x, limits)
+    if const_expr(not first):
+        arrive(bars.b_empty + last[2])
+    score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(first) else x, limits)  # under dV
     if const_expr(first):
         x = first_exponent(w, S)
     else:
@@ -298,11 +306,13 @@ def step(spec, first: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, 
         to_codes(S, w.dS, (e[0], e[1]))
     else:
         to_codes(S, w.dS)
-    arrive(bars.a_empty + stage)
     publish(spec, w, S, w.dS, share, buffer, x)
+    arrive(bars.a_empty + stage)  # after publish's proxy fence: the next copy overwrites statistics that were read here
     return x
 
 
-def dq_factor_of(w, stage, top):
-    """Factor of dQ, constant over a segment: read from its first tile's statistics."""
-    return shared_floats(w.stat + stage * (4 * STAT_FLOATS) + 4 * STAT_DQ, 1, 4)[0] * top
+def segment_factors(w, stage, top):
+    """Factor of dQ, constant over a segment: read from its first tile's statistics. Those of dV and dK are kept in shared memory."""
+    four = shared_floats(w.stat + stage * (4 * STAT_FLOATS) + 4 * STAT_DQ, 4, 16)
+    effect([w.factors, four[STAT_DV - STAT_DQ], four[STAT_DK - STAT_DQ]], "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f")
+    return four[0] * top

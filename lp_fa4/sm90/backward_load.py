@@ -10,6 +10,8 @@ Orders of the transposed tokens (any order is right if both operands of a contra
 which dS passes a 16-bit transposing ``stmatrix``).
 """
 
+from types import SimpleNamespace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -22,24 +24,35 @@ ACCUMULATOR_ORDER = ("6420", "7531")
 PAIRS_ORDER = ("6240", "7351")
 TURN_WARPS = 3
 STAT_BYTES = 4 * STAT_FLOATS
+RECORD_BYTES = 64
+"""An item's record: eight fields (:class:`Item`), then the scale bytes of K and of V for four groups of 32 keys, all int32."""
 
 
 class Item:
-    """One work item's fields, decoded from the list: plain registers. Sequence ``b``, key tiles ``[n0, n1)``, first token ``k0`` and
-    length ``klen``, query tile row ``qrow``, queries ``qlen``, scale row ``krow``, key/value head ``hk``."""
+    """A key tile of one key/value head in registers: sequence ``b`` (negative: no more work), key tile ``n``, first token ``k0`` and length
+    ``klen``, query tile row ``qrow``, queries ``qlen``, key/value head ``hk``."""
 
-    def __init__(self, items, t, kv_heads):
-        entry = t // kv_heads
-        self.hk = t % kv_heads
-        self.b, self.n0, self.n1, self.k0, self.klen, self.qrow, self.qlen, self.krow = (Int32(items[entry, i]) for i in range(8))
+    def __init__(self, record):
+        words = [shared_ints(record + 16 * i, 4) for i in range(2)]
+        self.b, self.n, self.k0, self.klen = (words[0][i] for i in range(4))
+        self.qrow, self.qlen, self.hk, _ = (words[1][i] for i in range(4))
         self.tiles = (self.qlen + (QUERY_TILE - 1)) // QUERY_TILE
+        self.record = record
 
 
-def query_span(spec, item, n):
+def shared_ints(address, count: int):
+    """``count`` int32 words of shared memory as registers."""
+    out = cute.make_rmem_tensor(count, Int32)
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * count)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), out)
+    return out
+
+
+def query_span(spec, item):
     """First query tile that meets key tile ``n``, first chunk and number of chunks (per query head)."""
     first = Int32(0)
     if spec.causal:  # query i sees key j if j <= i + klen - qlen
-        first = cutlass.max(n * KEY_TILE - item.klen + item.qlen, Int32(0)) // QUERY_TILE
+        first = cutlass.max(item.n * KEY_TILE - item.klen + item.qlen, Int32(0)) // QUERY_TILE
     chunk = first // CHUNK_TILES
     chunks = cutlass.max((item.tiles + (CHUNK_TILES - 1)) // CHUNK_TILES - chunk, Int32(0))
     if spec.causal:
@@ -47,61 +60,86 @@ def query_span(spec, item, n):
     return first, chunk, chunks
 
 
-def segment(spec, item, first, chunk, chunks, s, n):
-    """Segment ``s`` of an item: (query head, first tile, tiles, tile to start with). Neighbouring key tiles start at different query
-    tiles, so that their dQ reductions do not meet."""
+def segment(spec, item, first, chunk, chunks, s):
+    """Segment ``s`` of an item: (query head, first tile, tiles, tile to start with). Neighbouring key tiles start at different
+    chunks and query tiles, so that their dQ reductions do not meet."""
     head = item.hk * spec.group + s // chunks
-    c = chunk + s % chunks
+    c = chunk + (s + item.n) % chunks
     low = cutlass.max(first, CHUNK_TILES * c)
     count = cutlass.min(CHUNK_TILES * c + CHUNK_TILES, item.tiles) - low
-    return head, low, count, n % count
+    return head, low, count, item.n % count
 
 
 @cute.jit
-def copy_warp(spec, stages: cutlass.Constexpr, items, total, kv_heads, bars, tma, smem, glob):
-    """Producer. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses of the images."""
+def copy_warp(spec, stages: cutlass.Constexpr, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob):
+    """Producer. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses of the images.
+
+    It alone reads the work list and the scales; the other roles find each item's record in shared memory, so that no global latency
+    stands at the start of their items.
+    """
     bid, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     heads = kv_heads * spec.group
     tile_bytes = spec.tile_bytes
+    shape, one = (KEY_TILE, spec.head_dim), cute.make_layout(1)
     group = lambda x: cute.group_modes(x, 0, 2)  # noqa: E731
-    stage, phase, kphase = Int32(0), Int32(1), Int32(1)
+    stage, phase, kv, kv_phase = Int32(0), Int32(1), Int32(0), Int32(1)
     for t in cutlass.range(bid, total, grid, unroll=1):
-        item = Item(items, t, kv_heads)
-        k_head = cute.domain_offset((item.k0, 0), tma.k_tensor[None, None, item.hk])
-        v_head = cute.domain_offset((item.k0, 0), tma.v_tensor[None, None, item.hk])
-        shape = (KEY_TILE, spec.head_dim)
-        one = cute.make_layout(1)
+        entry = t // kv_heads
+        fields = [Int32(items[entry, i]) for i in range(8)]
+        hk, tiles = t % kv_heads, (fields[6] + (QUERY_TILE - 1)) // QUERY_TILE
+        k_head = cute.domain_offset((fields[3], 0), tma.k_tensor[None, None, hk])
+        v_head = cute.domain_offset((fields[3], 0), tma.v_tensor[None, None, hk])
         k_smem, k_gmem = cpasync.tma_partition(tma.k, 0, one, group(smem.k), group(cute.local_tile(k_head, shape, (None, 0))))
         v_smem, v_gmem = cpasync.tma_partition(tma.v, 0, one, group(smem.v), group(cute.local_tile(v_head, shape, (None, 0))))
-        for n in cutlass.range(item.n0, item.n1, unroll=1):
-            first, chunk, chunks = query_span(spec, item, n)
+        for n in cutlass.range(fields[1], fields[2], unroll=1):
+            item = SimpleNamespace(b=fields[0], n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
+            first, chunk, chunks = query_span(spec, item)
+            k_bytes = scale_bytes(spec.k_static, k_scale, item, fields[7] + 4 * n)
+            v_bytes = scale_bytes(spec.v_static, v_scale, item, fields[7] + 4 * n)
+            cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
+            record = smem.record + RECORD_BYTES * kv
+            with cute.arch.elect_one():
+                for i, words in enumerate(((item.b, n, item.k0, item.klen), (item.qrow, item.qlen, item.hk, Int32(0)), k_bytes, v_bytes)):
+                    effect([record + 16 * i, *words], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+                bytes_ = 2 * KEY_TILE * spec.head_dim if chunks > 0 else 0
+                cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + kv, bytes_)
             if chunks > 0:
-                cute.arch.mbarrier_wait(bars.k_empty, kphase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, 2 * KEY_TILE * spec.head_dim)
-                cute.copy(tma.k, k_gmem[None, n], k_smem, tma_bar_ptr=bars.k_full)
-                cute.copy(tma.v, v_gmem[None, n], v_smem, tma_bar_ptr=bars.k_full)
-                kphase = kphase ^ 1
-                for s in cutlass.range(chunks * spec.group, unroll=1):
-                    head, low, count, turn = segment(spec, item, first, chunk, chunks, s, n)
-                    for _ in cutlass.range(count, unroll=1):
-                        do_tile = Int64((item.qrow + low + turn) * heads + head)
-                        q_tile = do_tile
-                        if cutlass.const_expr(spec.shared):
-                            q_tile = Int64((low + turn) * heads + head)
-                        cute.arch.mbarrier_wait(bars.a_empty + stage, phase)
-                        with cute.arch.elect_one():
-                            full = bars.a_full + stage
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * tile_bytes + STAT_BYTES)
-                            address = Int32(full.toint())
-                            bulk(smem.q_address + stage * tile_bytes, glob.q + q_tile * tile_bytes, tile_bytes, address)
-                            bulk(smem.stat_address + stage * STAT_BYTES, glob.stats + do_tile * STAT_BYTES, STAT_BYTES, address)
-                            bulk(smem.do_address + stage * tile_bytes, glob.do + do_tile * tile_bytes, tile_bytes, address)
-                        stage, phase = advance(stage, phase, stages)
-                        turn = turn + 1
-                        if turn == count:
-                            turn = Int32(0)
+                cute.copy(tma.k, k_gmem[None, n], k_smem[None, kv], tma_bar_ptr=bars.k_full + kv)
+                cute.copy(tma.v, v_gmem[None, n], v_smem[None, kv], tma_bar_ptr=bars.k_full + kv)
+            kv, kv_phase = advance(kv, kv_phase, 2)
+            for s in cutlass.range(chunks * spec.group, unroll=1):
+                head, low, count, turn = segment(spec, item, first, chunk, chunks, s)
+                for _ in cutlass.range(count, unroll=1):
+                    do_tile = Int64((item.qrow + low + turn) * heads + head)
+                    q_tile = do_tile
+                    if cutlass.const_expr(spec.shared):
+                        q_tile = Int64((low + turn) * heads + head)
+                    cute.arch.mbarrier_wait(bars.a_empty + stage, phase)
+                    with cute.arch.elect_one():
+                        full = bars.a_full + stage
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * tile_bytes + STAT_BYTES)
+                        address = Int32(full.toint())
+                        bulk(smem.q_address + stage * tile_bytes, glob.q + q_tile * tile_bytes, tile_bytes, address)
+                        bulk(smem.stat_address + stage * STAT_BYTES, glob.stats + do_tile * STAT_BYTES, STAT_BYTES, address)
+                        bulk(smem.do_address + stage * tile_bytes, glob.do + do_tile * tile_bytes, tile_bytes, address)
+                    stage, phase = advance(stage, phase, stages)
+                    turn = turn + 1
+                    if turn == count:
+                        turn = Int32(0)
+    cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
+    with cute.arch.elect_one():
+        for i in range(2):
+            effect([smem.record + RECORD_BYTES * kv + 16 * i, *[Int32(-1)] * 4], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+        cute.arch.mbarrier_arrive(bars.k_full + kv)
+
+
+def scale_bytes(static, scale, item, row):
+    """E8M0 bytes of a key tile's four groups; groups past the sequence's end repeat the first."""
+    if static:
+        return (Int32(scale[0, item.hk]),) * 4
+    rows = [row + g * Int32(item.n * KEY_TILE + 32 * g < item.klen) for g in range(4)]
+    return tuple(Int32(scale[at, item.hk]) for at in rows)
 
 
 def bulk(shared, source, size: int, barrier):
@@ -114,19 +152,19 @@ def bulk(shared, source, size: int, barrier):
 
 
 @cute.jit
-def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items, total, kv_heads, bars, smem, warp):
+def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, bars, smem, warp):
     """Make Q^T and dO^T of every query tile, and K^T of every key tile. ``warp``: 0 to 2."""
-    bid, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
     tile_bytes = spec.tile_bytes
     stage, phase, out, out_phase = Int32(0), Int32(0), Int32(0), Int32(1)
-    kphase, kt_phase = Int32(0), Int32(1)
-    for t in cutlass.range(bid, total, grid, unroll=1):
-        item = Item(items, t, kv_heads)
-        for n in cutlass.range(item.n0, item.n1, unroll=1):
-            first, chunk, chunks = query_span(spec, item, n)
+    kv, kv_phase, kt_phase, more = Int32(0), Int32(0), Int32(1), Int32(1)
+    while more > 0:
+        cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
+        item = Item(smem.record + RECORD_BYTES * kv)
+        more = item.b + 1
+        if more > 0:
+            first, chunk, chunks = query_span(spec, item)
             for s in cutlass.range(chunks * spec.group, unroll=1):
-                _, _, count, _ = segment(spec, item, first, chunk, chunks, s, n)
+                _, _, count, _ = segment(spec, item, first, chunk, chunks, s)
                 for i in cutlass.range(count, unroll=1):
                     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                     cute.arch.mbarrier_wait(bars.b_empty + out, out_phase)
@@ -140,14 +178,16 @@ def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, it
                     stage, phase = advance(stage, phase, stages)
                     out, out_phase = advance(out, out_phase, turned)
                     if s + i == 0:  # K^T is needed one query tile later than Q^T and dO^T
-                        cute.arch.mbarrier_wait(bars.k_full, kphase)
                         cute.arch.mbarrier_wait(bars.kt_empty, kt_phase)
-                        turn_tile(smem.k_address, smem.kt_address, spec.head_dim, KEY_TILE, PAIRS_ORDER, warp, item.klen - n * KEY_TILE)
+                        left = item.klen - item.n * KEY_TILE
+                        k_address = smem.k_address + kv * (KEY_TILE * spec.head_dim)
+                        turn_tile(k_address, smem.kt_address, spec.head_dim, KEY_TILE, PAIRS_ORDER, warp, left)
                         cute.arch.fence_view_async_shared()
                         cute.arch.sync_warp()
                         arrive(bars.kt_full)
-                        arrive(bars.k_empty)
-                        kphase, kt_phase = kphase ^ 1, kt_phase ^ 1
+                        kt_phase = kt_phase ^ 1
+            arrive(bars.k_empty + kv)
+        kv, kv_phase = advance(kv, kv_phase, 2)
 
 
 @cute.jit

@@ -15,10 +15,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.backward_compute import dq_factor_of, finish_tile, key_factors, step
-from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_DK, STAT_DV, STAT_FLOATS, BackwardSpec
-from lp_fa4.sm90.backward_load import Item, copy_warp, query_span, segment, turning_warps
-from lp_fa4.sm90.backward_ops import advance, arrive, global_float, reciprocal_power
+from lp_fa4.sm90.backward_compute import finish_tile, key_factors, segment_factors, step
+from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
+from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment, turning_warps
+from lp_fa4.sm90.backward_ops import advance, arrive, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
 A_STAGES, B_STAGES = 3, 2
@@ -26,6 +26,8 @@ A_STAGES, B_STAGES = 3, 2
 REGISTERS = (40, 232)
 """Feeding and computing warpgroups: 32 + 2 * 240 = 512, all there are."""
 THREADS = 384
+STAGING = 36
+"""Bytes of staging for a warp, over the head dimension: 16 rows of BF16 with their pads, or 16 x D/2 FP32."""
 
 
 def shared_layouts(d):
@@ -39,7 +41,8 @@ def shared_layouts(d):
     return SimpleNamespace(
         q=layout(QUERY_TILE, d, A_STAGES),
         qt=layout(d, QUERY_TILE, B_STAGES),
-        k=layout(KEY_TILE, d),
+        k=layout(KEY_TILE, d, 2),
+        one_k=layout(KEY_TILE, d),
         kt=layout(d, KEY_TILE),
         ds=layout(QUERY_TILE, KEY_TILE, 2),
     )
@@ -86,7 +89,7 @@ class BackwardMain:
         def tma(x):
             pointer = cute.recast_ptr(x.iterator, dtype=kind)
             tensor = cute.make_tensor(pointer, cute.make_layout((x.shape[0], d, x.shape[1]), stride=(x.stride[0], 1, x.stride[1])))
-            return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layouts.k, (KEY_TILE, d))
+            return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layouts.one_k, (KEY_TILE, d))
 
         k_atom, k_tensor = tma(k)
         v_atom, v_tensor = tma(v)
@@ -124,7 +127,9 @@ class BackwardMain:
 
         @cute.struct
         class Storage:
-            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 2 * B_STAGES + 6]
+            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 2 * B_STAGES + 8]
+            records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
+            factors: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             peak: cute.struct.Align[cute.struct.MemRange[Float32, 8], 32]
             block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 32], 128]
@@ -137,7 +142,7 @@ class BackwardMain:
             v: codes(layouts.k)
             kt: codes(layouts.kt)
             ds: codes(layouts.ds)
-            staging: cute.struct.Align[cute.struct.MemRange[Float32, 8 * 8 * spec.head_dim], 1024]
+            staging: cute.struct.Align[cute.struct.MemRange[Float32, 2 * STAGING * spec.head_dim], 1024]
 
         return Storage
 
@@ -174,7 +179,7 @@ class BackwardMain:
         store = cutlass.utils.SmemAllocator().allocate(self.storage(layouts))
         base = store.bars.data_ptr()
         names = ["a_full", "a_empty", "b_full", "b_empty", "ds_full", "k_full", "k_empty", "kt_full", "kt_empty"]
-        sizes = [A_STAGES, A_STAGES, B_STAGES, B_STAGES, 2, 1, 1, 1, 1]
+        sizes = [A_STAGES, A_STAGES, B_STAGES, B_STAGES, 2, 2, 2, 1, 1]
         counts = [1, 11, 3, 8, 8, 1, 11, 3, 8]  # arrivals a phase: 8 computing warps, 3 turning warps
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         bars = SimpleNamespace(**{name: base + place for name, place in zip(names, places, strict=True)})
@@ -194,6 +199,7 @@ class BackwardMain:
             qt_address=address(store.qt),
             dot_address=address(store.dot),
             stat_address=address(store.stat),
+            record=address(store.records),
             k_address=address(store.k),
             kt_address=address(store.kt),
         )
@@ -204,9 +210,9 @@ class BackwardMain:
             if warp == 0:
                 tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
                 glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats)
-                copy_warp(spec, A_STAGES, items, total, kv_heads, bars, tma, smem, glob)
+                copy_warp(spec, A_STAGES, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
             else:
-                turning_warps(spec, A_STAGES, B_STAGES, items, total, kv_heads, bars, smem, warp - 1)
+                turning_warps(spec, A_STAGES, B_STAGES, bars, smem, warp - 1)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             thread = tid - 128
@@ -246,57 +252,61 @@ class BackwardMain:
                 scales=address(store.scales),
                 peak=address(store.peak),
                 block_peaks=address(store.block_peaks),
-                staging=address(store.staging) + own * (32 * spec.head_dim),
+                staging=address(store.staging) + own * (STAGING * spec.head_dim),
+                record=smem.record,
+                factors=address(store.factors) + 8 * own,
                 # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
                 strip=address(store.ds) + lane * KEY_TILE + ((own ^ (lane % 8)) << 4),
             )
             grads = SimpleNamespace(stats=stats, dq=dq, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
-            self.consume(w, items, total, k_scale, v_scale, grads, kv_heads, replicas, tile_rows)
+            self.consume(w, grads, kv_heads, replicas, tile_rows)
 
     @cute.jit
-    def consume(self, w, items, total, k_scale, v_scale, grads, kv_heads, replicas, tile_rows):
+    def consume(self, w, grads, kv_heads, replicas, tile_rows):
         """Walk the items: segments of at most 8 query tiles each, then the results of the key tile."""
         spec, bars = self.spec, w.bars
         d = spec.head_dim
         heads = kv_heads * spec.group
         bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
         scratch = grads.scratch + Int64(bid) * (2 * KEY_TILE * d * 4)
         dq_bytes = 4 * spec.dq_tile
         stage, phase, out, out_phase, buffer, ds_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        kphase = Int32(0)
-        for t in cutlass.range(bid, total, grid, unroll=1):
-            item = Item(items, t, kv_heads)
-            dq_row = item.qrow
-            if const_expr(spec.shared):
-                dq_row = (bid % replicas) * tile_rows
-            for n in cutlass.range(item.n0, item.n1, unroll=1):
-                first, chunk, chunks = query_span(spec, item, n)
+        kv, kv_phase, kt_phase, more = Int32(0), Int32(0), Int32(0), Int32(1)
+        while more > 0:
+            cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
+            item = Item(w.record + RECORD_BYTES * kv)
+            more = item.b + 1
+            if more > 0:
+                dq_row = item.qrow
+                if const_expr(spec.shared):
+                    dq_row = (bid % replicas) * tile_rows
+                first, chunk, chunks = query_span(spec, item)
                 segments = chunks * spec.group
-                key = n * KEY_TILE + 16 * w.warp  # of this warp, within the sequence
+                key = item.n * KEY_TILE + 16 * w.warp  # of this warp, within the sequence
                 left = item.klen - key
                 if segments == 0:
-                    store_zeros(spec, w, item, n, kv_heads, grads)
+                    store_zeros(spec, w, item, kv_heads, grads)
+                    arrive(bars.k_empty + kv)
                 else:
-                    fk, fv, top, share = key_factors(spec, k_scale, v_scale, item, n, w.warp)
-                    cute.arch.mbarrier_wait(bars.k_full, kphase)
+                    fk, fv, top, share = key_factors(spec, item, w.warp)
                     if const_expr(spec.deterministic):
                         self.settle(w)
                     for s in cutlass.range(segments, unroll=1):
-                        head, low, count, turn = segment(spec, item, first, chunk, chunks, s, n)
+                        head, low, count, turn = segment(spec, item, first, chunk, chunks, s)
                         target = grads.dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
                         step_bytes = Int64(heads) * dq_bytes
                         dV = cute.make_rmem_tensor(w.gradient_shape, Float32)
                         dK = cute.make_rmem_tensor(w.gradient_shape, Float32)
                         dK.fill(0.0)
                         cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-                        keys = (fk, fv, dq_factor_of(w, stage, top), share)
+                        dq_factor = segment_factors(w, stage, top)
+                        keys = (fk, fv, dq_factor, share, w.k[None, None, None, kv], w.v[None, None, None, kv])
                         # keys left at this thread's row; first key minus first allowed query; mask wanted; tail wanted
                         diagonal = key - item.klen + item.qlen - QUERY_TILE * low
                         limits = self.limits(w, left, diagonal - QUERY_TILE * turn)
                         now = (stage, phase, out, out_phase, buffer, ds_phase)
                         x = step(spec, True, w, dV, dK, Float32(1.0), keys, limits, now, now, target)
-                        cute.arch.mbarrier_wait(bars.kt_full, kphase)
+                        cute.arch.mbarrier_wait(bars.kt_full, kt_phase)
                         for _ in cutlass.range(count - 1, unroll=1):
                             last, last_turn = (stage, phase, out, out_phase, buffer, ds_phase), turn
                             stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
@@ -307,32 +317,30 @@ class BackwardMain:
                             now = (stage, phase, out, out_phase, buffer, ds_phase)
                             x = step(spec, False, w, dV, dK, x, keys, limits, now, last, target + Int64(last_turn) * step_bytes)
                         if s == segments - 1:
-                            arrive(bars.k_empty)
-                        x = finish_tile(spec, w, dK, x, keys[2], now, target + Int64(turn) * step_bytes)
+                            arrive(bars.k_empty + kv)
+                        x = finish_tile(spec, w, dK, x, dq_factor, now, target + Int64(turn) * step_bytes)
                         arrive(bars.b_empty + out)
                         if s == segments - 1:
                             arrive(bars.kt_empty)
                         stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
-                        stat = grads.stats + (Int64(item.qrow + low) * heads + head) * (4 * STAT_FLOATS)
-                        dv_factor = global_float(stat + 4 * STAT_DV)
-                        dk_factor = global_float(stat + 4 * STAT_DK) * reciprocal_power(x)
+                        factors = shared_floats(w.factors, 2, 8)
+                        dv_factor, dk_factor = factors[0], factors[1] * reciprocal_power(x)
                         if const_expr(spec.long):
                             if s < segments - 1:
                                 add_partial(spec, w, dV, dv_factor, scratch, s == 0)
                                 add_partial(spec, w, dK, dk_factor, scratch + KEY_TILE * d * 4, s == 0)
                             else:
-                                self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, n, left, grads, kv_heads, scratch)
+                                self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch)
                         else:
-                            self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, n, left, grads, kv_heads, scratch)
-                    kphase = kphase ^ 1
-        if w.lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
+                            self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch)
+                    kt_phase = kt_phase ^ 1
+            kv, kv_phase = advance(kv, kv_phase, 2)
+        cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def settle(self, w):
         """Wait until this warp's dQ reductions are performed, not only read: those of the next key tile come after them."""
-        if w.lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
+        cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def limits(self, w, left, diagonal):
@@ -349,12 +357,12 @@ class BackwardMain:
         return stage, phase, out, out_phase, buffer, ds_phase
 
     @cute.jit
-    def finish(self, w, dV, dK, dv_factor, dk_factor, segments, item, n, left, grads, kv_heads, scratch):
+    def finish(self, w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch):
         """Store a key tile's dV and dK, with the partial sums of earlier segments."""
         spec = self.spec
         d = spec.head_dim
-        row = Int64(item.k0 + n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk
-        scale = (Int64(item.k0 // 32 + item.b + 4 * n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
+        row = Int64(item.k0 + item.n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk
+        scale = (Int64(item.k0 // 32 + item.b + 4 * item.n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
         for acc, factor, target, bytes_, part in (
             (dV, dv_factor, grads.dv, grads.dv_scale, 0),
             (dK, dk_factor, grads.dk, grads.dk_scale, KEY_TILE * d * 4),

@@ -114,11 +114,6 @@ def shared_floats(address, count: int, align: int):
     return out
 
 
-def global_float(address):
-    """One FP32 word of global memory, never from the non-coherent path."""
-    return Float32(inline_ptx(T.f32(), [address], "ld.global.f32 $0, [$1];", "=f,l", side_effects=True))
-
-
 def power_for(bits, target: int):
     """Power of two (FP32 bits) that brings a magnitude with these bits to ``[2^target, 2^(target + 1))``; 1 for 0, Inf and NaN."""
     return Float32(

@@ -39,34 +39,37 @@ def take_partial(spec, w, acc, scratch: Int64):
             acc[4 * j + i] = acc[4 * j + i] + four[i]
 
 
+def row_pitch(spec) -> int:
+    """Distance of staged rows: 16 bytes more than a row, so that eight rows lie in different banks."""
+    return (spec.head_dim if spec.mxfp8 else 2 * spec.head_dim) + 16
+
+
+@cute.jit
+def send_rows(spec, w, lane, rows: Int64, stride: Int32, left: Int32):
+    """Start one asynchronous copy for each staged row that exists."""
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    if lane < cutlass.min(left, 16):
+        size = row_pitch(spec) - 16
+        effect(
+            [rows + Int64(lane) * stride, w.staging + lane * row_pitch(spec), Int32(size)],
+            "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
+            "l,r,r",
+        )
+        cute.arch.cp_async_bulk_commit_group()
+
+
 @cute.jit
 def store_bf16(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32):
     """``acc * factor`` as BF16 rows at byte address ``rows`` (row stride in bytes); only the first ``left`` of 16 rows exist."""
-    if w.lane == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
     lane = pinned(w.lane)
-    row = lane % 16
-    for half in cutlass.range_constexpr(spec.head_dim // 64):  # 16 rows x 64 columns: 2 KB of staging
-        for jj in cutlass.range_constexpr(4):
-            b = 8 * jj + 32 * half
-            chunk = (2 * jj + lane // 16) ^ (lane % 8)
-            words = [bf16x2(acc[b + o] * factor, acc[b + o + 1] * factor) for o in (0, 2, 4, 6)]
-            effect(
-                [w.staging + row * 128 + chunk * 16, *words],
-                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-                "r,r,r,r,r",
-            )
-        cute.arch.sync_warp()
-        for it in cutlass.range_constexpr(4):
-            r = 4 * it + lane // 8
-            if r < left:
-                effect(
-                    [rows + Int64(r) * stride + Int64(128 * half + 16 * (lane % 8)), w.staging + r * 128 + ((lane % 8) ^ (r % 8)) * 16],
-                    "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d};}",
-                    "l,r",
-                )
-        cute.arch.sync_warp()
+    at = w.staging + lane % 16 * row_pitch(spec) + 16 * (lane // 16)
+    for j in cutlass.range_constexpr(spec.head_dim // 16):
+        words = [bf16x2(acc[8 * j + o] * factor, acc[8 * j + o + 1] * factor) for o in (0, 2, 4, 6)]
+        effect([at + 32 * j, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+    send_rows(spec, w, lane, rows, stride, left)
 
 
 @cute.jit
@@ -91,8 +94,7 @@ def store_mxfp8(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32, s
         peak = redux_max(float_of(peak))
         if lane == 0:
             effect([w.block_peaks + 16 * w.warp + 4 * x, peak], "st.shared.b32 [$0], $1;", "r,r")
-    if lane == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)
     pair = shared_floats(w.block_peaks + 32 * (w.warp // 2), 8, 16)
     for x in cutlass.range_constexpr(blocks):
@@ -106,30 +108,19 @@ def store_mxfp8(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32, s
                 for k in cutlass.range_constexpr(4):
                     acc[i + k] = Float32(0.0)
             word = e4m3x4(acc[i] * inverse, acc[i + 1] * inverse, acc[i + 2] * inverse, acc[i + 3] * inverse)
-            row = lane // 4
-            chunk = (2 * x + j // 2) ^ row
-            at = w.staging + row * 128 + chunk * 16 + 8 * (j % 2) + 2 * (lane % 4)
-            effect([at, word], "{.reg .b16 l, h; mov.b32 {l, h}, $1; st.shared.b16 [$0], l; st.shared.b16 [$0 + 1024], h;}", "r,r")
-    cute.arch.sync_warp()
-    per_row = spec.head_dim // 16
-    for it in cutlass.range_constexpr(per_row // 2):
-        r = (32 // per_row) * it + lane // per_row
-        if r < left:
-            effect(
-                [rows + Int64(r) * stride + Int64(16 * (lane % per_row)), w.staging + r * 128 + ((lane % per_row) ^ (r % 8)) * 16],
-                "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d};}",
-                "l,r",
-            )
-    cute.arch.sync_warp()
+            at = w.staging + lane // 4 * row_pitch(spec) + 32 * x + 8 * j + 2 * (lane % 4)
+            below = 8 * row_pitch(spec)
+            effect([at, word], f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; st.shared.b16 [$0], l; st.shared.b16 [$0 + {below}], h;}}", "r,r")
+    send_rows(spec, w, lane, rows, stride, left)
 
 
 @cute.jit
-def store_zeros(spec, w, item, n, heads: Int32, grads):
+def store_zeros(spec, w, item, heads: Int32, grads):
     """dK and dV of a key tile that no query meets."""
     width = spec.head_dim if const_expr(spec.mxfp8) else 2 * spec.head_dim
     chunks = width // 16
-    rows = cutlass.min(item.klen - n * KEY_TILE, Int32(KEY_TILE))
-    first = Int64(item.k0 + n * KEY_TILE)
+    rows = cutlass.min(item.klen - item.n * KEY_TILE, Int32(KEY_TILE))
+    first = Int64(item.k0 + item.n * KEY_TILE)
     for at in cutlass.range(w.thread, rows * chunks, 256, unroll=1):
         offset = ((first + at // chunks) * heads + item.hk) * width + 16 * (at % chunks)
         for target in (grads.dk, grads.dv):
