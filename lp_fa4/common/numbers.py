@@ -35,11 +35,13 @@ def log2(x):
     return Float32(inline_ptx(T.f32(), [x], "lg2.approx.f32 $0, $1;", "=f,f"))
 
 
-def volatile_shared(pointer):
-    """An FP32 from shared memory that no compiler moves across a barrier."""
-    address = Int32(pointer.toint())
-    text = "ld.volatile.shared.f32 $0, [$1];"
-    return Float32(inline_ptx(T.f32(), [address], text, "=f,r,~{memory}", side_effects=True))
+def order_after(x, earlier, zero):
+    """``x``, available only once ``earlier`` (another FP32) is: a dependency that no compiler can see through.
+
+    ``zero``: an Int32 that is 0 at run time and unknown at compile time. One LOP3.
+    """
+    text = "{.reg .b32 a, b; mov.b32 a, $1; mov.b32 b, $2; and.b32 b, b, $3; or.b32 a, a, b; mov.b32 $0, a;}"
+    return Float32(inline_ptx(T.f32(), [x, earlier, zero], text, "=f,f,f,r"))
 
 
 def bits_of(x):

@@ -22,11 +22,7 @@ class ForwardSpec:
         key_scale, value_scale: keys under one exponent: 0 (static), 128 or 32.
         query_static: one exponent for all queries.
         split_keys: keys per split, 0 for none.
-        mma_sum: the row sum is taken over the rounded P by the tensor core (eight rows of ones under V^T); otherwise in
-            FP32 over the unrounded P. Only with a static exponent of V: folded into P, an exponent far under the
-            largest would round away P's share of the sum.
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
-        promote: key tiles whose P V stay in the tensor core's accumulator before they are added to O in FP32.
         stages: K and V^T tiles in flight.
         registers: of a consumer and of a producer thread.
     """
@@ -41,23 +37,13 @@ class ForwardSpec:
     value_scale: int = 0
     query_static: bool = True
     split_keys: int = 0
-    mma_sum: bool = True
     p_scale_log2: int = 7
     threshold: float = 1.75
-    promote: int = 1
-    early_turn: bool = False
-    exact_sum_keys: int = 0
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self) -> None:
-        assert not (self.mma_sum and self.value_scale), "mma_sum needs a static exponent of V"
-        assert not (self.centred and self.causal)
-
-    @property
-    def value_rows(self) -> int:
-        """Rows of a V^T stage: head columns, then eight rows of ones where the tensor core sums P."""
-        return self.head_dim + (8 if self.mma_sum else 0)
+        assert not (self.centred and self.causal), "causal rows have no common sum of V"
 
     @property
     def vectors(self) -> int:

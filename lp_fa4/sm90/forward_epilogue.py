@@ -5,6 +5,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.common.numbers import exp2, log2, quad_max, quad_sum, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
@@ -12,18 +13,6 @@ from lp_fa4.sm90.worklist import FIELDS
 
 LN_2 = math.log(2.0)
 EPILOGUE = 8  # first of two named barriers, one per warpgroup
-
-
-@cute.jit
-def row_sum(spec: cutlass.Constexpr, total: cute.Tensor, state, r: cutlass.Constexpr, center: Float32, keys: Int32) -> Float32:
-    """Sum of p relative to the row's reference (not scaled)."""
-    value = quad_sum(state.sum[r])
-    if const_expr(spec.mma_sum):
-        value = value + total[2 * r + 4 * (spec.head_dim // 8)]
-    value = value * 2.0**-spec.p_scale_log2
-    if const_expr(spec.mma_sum and spec.centred):
-        value = value + center * Float32(keys)
-    return value
 
 
 @cute.jit
@@ -51,17 +40,22 @@ def store_rows(out: cute.Tensor, tile: cute.Tensor, head: Int32, out_row: Int32,
 
 
 @cute.jit
-def stage_and_store(
-    spec: cutlass.Constexpr, s, mma, values: cute.Tensor, out: cute.Tensor, wg: Int32, head: Int32, out_row: Int32, rows: Int32
-):
-    """One warpgroup's 64 rows through its part of shared memory to global memory."""
+def store_tile(spec: cutlass.Constexpr, output, tile: cute.Tensor, head: Int32, out_row: Int32, rows: Int32):
+    """One warpgroup's staged 64 rows to ``out[out_row :, head]``: by TMA where all are the sequence's, else row by row.
+
+    ``output``: (TMA atom, its tensor, the plain tensor).
+    """
+    atom, by_tma, out = output
     tid, _, _ = cute.arch.thread_idx()
-    thread = tid % 128
-    copy = mma.store.get_slice(thread)
-    cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)  # the last read of the staging tile is over
-    cute.copy(copy, copy.retile(values), copy.partition_D(s.o)[None, None, None, wg])
-    cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)
-    store_rows(out, s.o[None, None, wg], head, out_row, rows, thread, spec.head_dim)
+    if rows >= 64:
+        if tid % 128 < 32:
+            target = cute.domain_offset((out_row, 0), by_tma[None, None, head])
+            target = cute.local_tile(target, (64, spec.head_dim), (0, 0))
+            one = cute.make_layout(1)
+            source, target = cpasync.tma_partition(atom, 0, one, cute.group_modes(tile, 0, 2), cute.group_modes(target, 0, 2))
+            cute.copy(atom, source, target)
+    else:
+        store_rows(out, tile, head, out_row, rows, tid % 128, spec.head_dim)
 
 
 @cute.jit
@@ -91,7 +85,7 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: 
         center = Float32(0.0)
         if const_expr(spec.centred):
             center = exp2(state.mean[r] - state.reference[r]) if keys > 0 else Float32(0.0)
-        value = row_sum(spec, total, state, r, center, keys)
+        value = quad_sum(state.sum[r]) * 2.0**-spec.p_scale_log2  # of p relative to the row's reference
         empty = value == 0.0
         inverse[r] = Float32(0.0) if empty else cute.arch.rcp_approx(value)
         seen[r] = Float32(0.0) if empty else Float32(1.0)
@@ -100,28 +94,53 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: 
         if (lane % 4 == 0) & (row < queries):
             exponent = log2(value) + (state.reference[r] - maximum)
             store_statistics(t, (head, first_out + row), empty, maximum, exponent)
+    copy = mma.store.get_slice(thread)
+    staged = copy.partition_D(s.o)
+    if thread < 32:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)  # what was staged before has been read
     values = cute.make_rmem_tensor(mma.out.partition_shape_C((64, spec.head_dim)), BFloat16)
-    vectors = s.vectors
     column = 2 * (lane % 4)
+    scale = [factor * inverse[r] for r in range(2)]
     for j in cutlass.range_constexpr(spec.head_dim // 8):
+        pair = cute.make_rmem_tensor(2, Float32)
+        if const_expr(spec.centred):
+            load_pair(s.vectors, 8 * j + column, 0, qi, pair)
         for c in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
                 i = c + 2 * r + 4 * j
-                o = total[i] * (factor * inverse[r])
+                total[i] = total[i] * scale[r]
                 if const_expr(spec.centred):
-                    o = o + centers[r] * vectors[8 * j + c + column, 0, qi]
-                total[i] = o
-                values[i] = o.to(BFloat16)
-    rows = queries - tile_row
+                    total[i] = total[i] + centers[r] * pair[c]
+                values[i] = total[i].to(BFloat16)
+    cute.copy(copy, copy.retile(values), staged[None, None, None, wg])
     if const_expr(spec.mean):
-        stage_and_store(spec, s, mma, values, t.centred, wg, head, first_out + tile_row, rows)
         for j in cutlass.range_constexpr(spec.head_dim // 8):
+            pair = cute.make_rmem_tensor(2, Float32)
+            load_pair(s.vectors, 8 * j + column, spec.vectors - 1, qi, pair)
             for c in cutlass.range_constexpr(2):
-                mean = vectors[8 * j + c + column, spec.vectors - 1, qi]
                 for r in cutlass.range_constexpr(2):
                     i = c + 2 * r + 4 * j
-                    values[i] = (total[i] + mean * seen[r]).to(BFloat16)
-    stage_and_store(spec, s, mma, values, t.out, wg, head, first_out + tile_row, rows)
+                    values[i] = (total[i] + pair[c] * seen[r]).to(BFloat16)
+        cute.copy(copy, copy.retile(values), staged[None, None, None, 2 + wg])
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)
+    rows, out_row = queries - tile_row, first_out + tile_row
+    if const_expr(spec.mean):
+        store_tile(spec, t.centred, s.o[None, None, wg], head, out_row, rows)
+        store_tile(spec, t.out, s.o[None, None, 2 + wg], head, out_row, rows)
+    else:
+        store_tile(spec, t.out, s.o[None, None, wg], head, out_row, rows)
+    if thread < 32:
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def load_pair(vectors: cute.Tensor, column: Int32, which: cutlass.Constexpr, stage: Int32, pair: cute.Tensor):
+    """Two neighbouring FP32 of a vector in shared memory."""
+    pointer = vectors.iterator + cute.crd2idx((column, which, stage), vectors.layout)
+    source = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.smem, assumed_align=8)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
 
 
 assert KEY_TILE == QUERY_TILE == 128

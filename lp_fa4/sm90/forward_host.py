@@ -49,6 +49,7 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         fake("int32", (symbol(),), align=4),
         Float32(1.0),
         Int32(1),
+        Int32(1),
     )
 
 
@@ -100,7 +101,7 @@ def token_blocks(x: MXTensor, offsets: Tensor) -> tuple[Tensor, Tensor, int]:
     return _aligned(x.codes), x.scale_bytes[..., 0].contiguous(), x.block[0]
 
 
-def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], mma_sum: bool) -> ForwardSpec:
+def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpec:
     query, key, value = blocks
     return ForwardSpec(
         head_dim=problem.head_dim,
@@ -112,7 +113,6 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], mma_sum: bool
         key_scale=key,
         value_scale=value,
         query_static=query == 0,
-        mma_sum=mma_sum and value == 0,
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
     )
@@ -134,13 +134,12 @@ def _outputs(problem: AttentionProblem, filled: bool) -> ForwardResult:
     return ForwardResult(out, lse, centred, row_max, torch.zeros(stats, dtype=torch.float32, device=device))
 
 
-def forward(problem: AttentionProblem, *, mma_sum: bool = True) -> ForwardResult:
+def forward(problem: AttentionProblem) -> ForwardResult:
     """Attention on a Hopper GPU; see ``ForwardResult`` for shapes and domains.
 
     Args:
         problem: validated operands; dtypes and layouts as in ``AttentionProblem``. Where ``v`` is an ``MXTensorWithCopy``
             its copy is used, otherwise one is made.
-        mma_sum: take the row sum from the tensor core where that is allowed (static exponents of V).
 
     No value on the device is read by the host; everything runs on the current stream of the problem's device.
     Raises: ``ValueError`` for what these kernels do not serve.
@@ -166,7 +165,7 @@ def forward(problem: AttentionProblem, *, mma_sum: bool = True) -> ForwardResult
     vt = problem.v.transposed if isinstance(problem.v, MXTensorWithCopy) else None
     if vt is None or problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
         vt = transposed_copy(v, offsets_k, "accumulator")
-    spec = _spec(problem, (q_block, k_block, v_block), mma_sum)
+    spec = _spec(problem, (q_block, k_block, v_block))
     records, state = work_list(
         offsets_k,
         offsets_q,
@@ -200,5 +199,6 @@ def forward(problem: AttentionProblem, *, mma_sum: bool = True) -> ForwardResult
         state,
         problem.softmax_scale * LOG2_E,
         ctas,
+        0,
     )
     return result

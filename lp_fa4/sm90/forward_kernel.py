@@ -67,6 +67,7 @@ class Forward:
         state: cute.Tensor,
         scale_log2: Float32,
         ctas: Int32,
+        zero: Int32,
         stream,
     ):
         spec = self.spec
@@ -79,18 +80,26 @@ class Forward:
         g_q, g_k, g_v = operand(q, [0, 2, 1]), operand(k, [0, 2, 1]), operand(vt, [1, 2, 0])
         l_q = shared_layout(E4M3, (QUERY_TILE, d, 2), d)
         l_k = shared_layout(E4M3, (KEY_TILE, d, spec.stages), d)
-        l_v = shared_layout(E4M3, (spec.value_rows, KEY_TILE, spec.stages), KEY_TILE)
-        l_v_load = shared_layout(E4M3, (d, KEY_TILE, spec.stages), KEY_TILE)
-        l_o = shared_layout(BFloat16, (64, d, 2), d)
+        l_v = shared_layout(E4M3, (d, KEY_TILE, spec.stages), KEY_TILE)
+        l_o = shared_layout(BFloat16, (64, d, 4 if spec.mean else 2), d)
         load = cpasync.CopyBulkTensorTileG2SOp()
         q_atom, t_q = cpasync.make_tiled_tma_atom(load, g_q, first_stage(l_q), (QUERY_TILE, d))
         k_atom, t_k = cpasync.make_tiled_tma_atom(load, g_k, first_stage(l_k), (KEY_TILE, d))
-        v_atom, t_v = cpasync.make_tiled_tma_atom(load, g_v, first_stage(l_v_load), (d, KEY_TILE))
-        mma_qk, mma_pv = tiled_mma(KEY_TILE, 2, False), tiled_mma(spec.value_rows, 2, True)
+        v_atom, t_v = cpasync.make_tiled_tma_atom(load, g_v, first_stage(l_v), (d, KEY_TILE))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+
+        def result(x):
+            rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
+            return cpasync.make_tiled_tma_atom(store, rows, first_stage(l_o), (64, d))
+
+        o_atom, t_o = result(out)
+        c_atom, t_c = result(centred) if const_expr(spec.mean) else (o_atom, t_o)
+        mma_qk, mma_pv = tiled_mma(KEY_TILE, 2, False), tiled_mma(d, 2, True)
         mma_out = tiled_mma(d, 1, True)
         self.kernel(
-            mma_qk, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, q_scale, k_scale, v_scale, v_sum, v_mean,
-            out, centred, lse, maximum, total, records, state, scale_log2, l_q, l_k, l_v, l_o,
+            mma_qk, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
+            q_scale, k_scale, v_scale, v_sum, v_mean,
+            out, centred, lse, maximum, total, records, state, scale_log2, zero, l_q, l_k, l_v, l_o,
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -105,6 +114,10 @@ class Forward:
         t_k: cute.Tensor,
         v_atom: cute.CopyAtom,
         t_v: cute.Tensor,
+        o_atom: cute.CopyAtom,
+        t_o: cute.Tensor,
+        c_atom: cute.CopyAtom,
+        t_c: cute.Tensor,
         q_scale: cute.Tensor,
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
@@ -118,6 +131,7 @@ class Forward:
         records: cute.Tensor,
         state: cute.Tensor,
         scale_log2: Float32,
+        zero: Int32,
         l_q: cute.ComposedLayout,
         l_k: cute.ComposedLayout,
         l_v: cute.ComposedLayout,
@@ -126,13 +140,12 @@ class Forward:
         spec = self.spec
         stages, d = spec.stages, spec.head_dim
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tid, _, _ = cute.arch.thread_idx()
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 5 + 4 * stages]
             item: cute.struct.Align[cute.struct.MemRange[Int32, ITEM * 2], 16]
-            base: cute.struct.Align[cute.struct.MemRange[Float32, 4], 16]
+            exponents: cute.struct.Align[cute.struct.MemRange[Int32, 2 * stages], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * max(spec.vectors, 1) * d], 16]
             q: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_k)], 1024]
@@ -151,7 +164,7 @@ class Forward:
             tail=base + 4 + 4 * stages,
         )
         if warp == 0:
-            for atom in (q_atom, k_atom, v_atom):
+            for atom in (q_atom, k_atom, v_atom, o_atom, c_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(2):
@@ -169,25 +182,16 @@ class Forward:
             v=storage.v.get_tensor(l_v.outer, swizzle=l_v.inner),
             o=storage.o.get_tensor(l_o.outer, swizzle=l_o.inner),
             item=storage.item.get_tensor(cute.make_layout((ITEM, 2))),
-            base=storage.base.data_ptr(),
+            exponents=storage.exponents.get_tensor(cute.make_layout((2, stages))),
             vectors=storage.vectors.get_tensor(cute.make_layout((d, max(spec.vectors, 1), 2))),
         )
-        p_scale = storage.base.get_tensor(cute.make_layout(1))
-        if tid == 0:
-            p_scale[0] = Float32(spec.p_scale_log2)
-        if const_expr(spec.mma_sum):
-            values = s.v
-            for stage in cutlass.range_constexpr(stages):
-                for i in cutlass.range(tid, 8 * KEY_TILE, THREADS):
-                    values[d + i // KEY_TILE, i % KEY_TILE, stage] = E4M3(1.0)
-            cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         t = Bundle(
             q_atom=q_atom, q=t_q, k_atom=k_atom, k=t_k, v_atom=v_atom, v=t_v,
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             vectors=([v_sum] if spec.centred else []) + ([v_mean] if spec.mean else []),
-            out=out, centred=centred, lse=lse, maximum=maximum, sum=total,
-            records=records, state=state, scale_log2=scale_log2,
+            out=(o_atom, t_o, out), centred=(c_atom, t_c, centred), lse=lse, maximum=maximum, sum=total,
+            records=records, state=state, scale_log2=scale_log2, zero=zero,
         )  # fmt: skip
         if warp < 4:
             cute.arch.setmaxregister_decrease(spec.registers[1])
@@ -198,3 +202,5 @@ class Forward:
             store = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), BFloat16), mma_out)
             mma = Bundle(qk=mma_qk, pv=mma_pv, out=mma_out, store=store)
             consume(spec, t, s, bars, mma)
+            if warp % 4 == 0:
+                cute.arch.cp_async_bulk_wait_group(0)

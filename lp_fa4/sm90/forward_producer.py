@@ -38,6 +38,15 @@ def key_tiles(spec: cutlass.Constexpr, row0: Int32, queries: Int32, keys: Int32,
 
 
 @cute.jit
+def scale_word(block: cutlass.Constexpr, scales: cute.Tensor, kv_head: Int32, row: Int32, tile: Int32, last: Int32) -> Int32:
+    """Scale bytes of a key tile, the first group's lowest; groups past the sequence's last repeat it."""
+    word = Int32(0)
+    for g in cutlass.range_constexpr(4 if const_expr(block == 32) else 1):
+        word = word | (Int32(scales[row + cutlass.min(4 * tile + g, last), kv_head]) << (8 * g))
+    return word
+
+
+@cute.jit
 def clear_tail(stage_address: Int32, valid: Int32, head_dim: cutlass.Constexpr):
     """Zero the keys of a V^T stage from the group after ``valid`` on: they belong to other sequences, whose NaN codes
     would meet P = 0. Called by one warp."""
@@ -57,8 +66,7 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
     """Producer loop. ``t``: TMA atoms, global tensors; ``s``: shared tensors; ``bars``: barriers (see ``forward_kernel``)."""
     head_dim, stages = spec.head_dim, spec.stages
     lane = cute.arch.lane_idx()
-    one, items = cute.make_layout(1), s.item
-    values = cute.local_tile(s.v, (head_dim, KEY_TILE, stages), (0, 0, 0))
+    one, items, exponents = cute.make_layout(1), s.item, s.exponents
     v_address = Int32(s.v.iterator.toint())
     qi, qp, ki, kp, fp = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
     count = t.state[0]
@@ -72,6 +80,7 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         b, head, row0, first_row = item[0], item[1], item[2], item[3]
         queries, first_key, keys, split = item[4], item[5], item[6], item[7]
         kv_head = head // spec.group
+        scale_row, last_row = first_key // 32 + b, cutlass.max(cute.ceil_div(keys, 32) - 1, 0)
         first, tiles = key_tiles(spec, row0, queries, keys, split)
         q = cute.local_tile(cute.domain_offset((first_row + row0, 0), t.q[None, None, head]), (QUERY_TILE, head_dim), (0, 0))
         k = cute.local_tile(cute.domain_offset((first_key, 0), t.k[None, None, kv_head]), (KEY_TILE, head_dim), (None, 0))
@@ -79,7 +88,7 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         v = cute.local_tile(cute.domain_offset((0, position), t.v[None, None, kv_head]), (head_dim, KEY_TILE), (0, None))
         q_smem, q_gmem = cpasync.tma_partition(t.q_atom, 0, one, cute.group_modes(s.q, 0, 2), cute.group_modes(q, 0, 2))
         k_smem, k_gmem = cpasync.tma_partition(t.k_atom, 0, one, cute.group_modes(s.k, 0, 2), cute.group_modes(k, 0, 2))
-        v_smem, v_gmem = cpasync.tma_partition(t.v_atom, 0, one, cute.group_modes(values, 0, 2), cute.group_modes(v, 0, 2))
+        v_smem, v_gmem = cpasync.tma_partition(t.v_atom, 0, one, cute.group_modes(s.v, 0, 2), cute.group_modes(v, 0, 2))
         static = cute.make_rmem_tensor(3, Int32)
         static.fill(0)
         if const_expr(spec.query_static):
@@ -111,8 +120,14 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
             index = cute.arch.atomic_add(t.state.iterator + 1, Int32(1), sem="relaxed", scope="gpu")
         for i in cutlass.range(tiles, unroll=1):
             tile = first + i
+            key_word, value_word = Int32(0), Int32(0)
+            if const_expr(spec.key_scale > 0):
+                key_word = scale_word(spec.key_scale, t.k_scale, kv_head, scale_row, tile, last_row)
+            if const_expr(spec.value_scale > 0):
+                value_word = scale_word(spec.value_scale, t.v_scale, kv_head, scale_row, tile, last_row)
             cute.arch.mbarrier_wait(bars.k_empty + ki, kp)
             with cute.arch.elect_one():
+                exponents[0, ki], exponents[1, ki] = key_word, value_word
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + ki, KEY_TILE * head_dim)
             cute.copy(t.k_atom, k_gmem[None, tile], k_smem[None, ki], tma_bar_ptr=bars.k_full + ki)
             cute.arch.mbarrier_wait(bars.v_empty + ki, kp)
@@ -127,7 +142,7 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
                 cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, ki], tma_bar_ptr=bars.tail)
                 cute.arch.mbarrier_wait(bars.tail, fp)
                 fp = fp ^ 1
-                stage = v_address + ki * (spec.value_rows * KEY_TILE)
+                stage = v_address + ki * (head_dim * KEY_TILE)
                 clear_tail(stage, valid, head_dim)
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
