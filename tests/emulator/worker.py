@@ -48,14 +48,22 @@ class Worker:
             builder: ``module:function`` that returns a ``kernels.Case``; called with ``arch`` and ``arguments``.
             waivers: name in ``waivers.py``.
         """
-        request = dict(builder=builder, arguments=arguments, schedules=schedules, check=check, waivers=waivers, seed=seed)
+        return self._ask(
+            dict(builder=builder, arguments=arguments, schedules=schedules, check=check, waivers=waivers, seed=seed)
+        )
+
+    def call(self, function: str, **arguments: Any) -> dict[str, Any]:
+        """Call ``module:function(arch, **arguments)`` in the child; returns its (JSON) value."""
+        return self._ask(dict(function=function, arguments=arguments))
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(_MARK):
                 answer = json.loads(line.removeprefix(_MARK))
-                if "error" in answer:
+                if isinstance(answer.get("error"), list):
                     raise WorkerError(*answer["error"])
                 return answer
         raise WorkerError("WorkerDied", f"exit status {self.process.wait()}")
@@ -77,6 +85,11 @@ def _serve(arch: str, out: TextIO) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
+            if "function" in request:
+                module, function = request["function"].split(":")
+                value = getattr(importlib.import_module(module), function)(arch, **request["arguments"])
+                print(_MARK + json.dumps(value), file=out, flush=True)
+                continue
             module, function = request["builder"].split(":")
             case = getattr(importlib.import_module(module), function)(arch, **request["arguments"])
             if case.prepare is not None and case.name not in prepared:
