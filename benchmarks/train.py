@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import queue as queues
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -330,7 +332,19 @@ def _quiet() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
+def _leave_with_parent() -> None:
+    """End this process when its parent is gone, killed for one: a run that nobody waits for would hold a core for minutes."""
+    parent = torch.multiprocessing.parent_process()
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _start_worker(config: TrainConfig, data: Dataset, reports: Any) -> None:
+    _leave_with_parent()
     _quiet()
     logging.getLogger("lp_fa4").setLevel(logging.ERROR)  # which backend serves the CPU need not be said by every worker
     torch.set_num_threads(config.threads)
