@@ -53,7 +53,9 @@ out = pma(torch.randn(70, 64), torch.tensor([0, 33, 33, 70]))
 out.square().sum().backward()
 assert out.isfinite().all() and all(p.grad is not None and p.grad.isfinite().all() for p in pma.parameters())
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
