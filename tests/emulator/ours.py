@@ -7,6 +7,7 @@ writable in it, so bounds are those of the kernel's own arguments.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import pkgutil
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from . import api, capture, hostpatch
 from .api import Result, Schedule
+from .kernels import Case, close
 
 #: packages whose modules hold ``arch_of``, ``launch`` and ``multiprocessors`` by name
 _PACKAGES = {"sm_90a": ("lp_fa4.sm90",), "sm_100a": ("lp_fa4.sm100",), "sm_103a": ("lp_fa4.sm100",)}
@@ -29,6 +31,22 @@ def _modules(arch: str) -> list[Any]:
         for info in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{name}.{info.name}")
     return [m for n, m in list(sys.modules.items()) if m is not None and n.split(".")[0] in ("lp_fa4", "fused_ops", "modules")]
+
+
+def _patched(stack: contextlib.ExitStack, arch: str, replaced: dict[str, Any]) -> None:
+    for module in _modules(arch):
+        for name, value in replaced.items():
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, value))
+
+
+@contextlib.contextmanager
+def host(arch: str, multiprocessors: int = 3) -> Iterator[None]:
+    """``lp_fa4``'s host code takes CPU tensors for those of a GPU of ``arch`` with few multiprocessors (so that persistent
+    kernels walk several items)."""
+    with contextlib.ExitStack() as stack:
+        _patched(stack, arch, {"arch_of": lambda device: arch, "multiprocessors": lambda device: multiprocessors})
+        yield
 
 
 @contextlib.contextmanager
@@ -57,10 +75,106 @@ def emulated(schedule: Schedule, arch: str = "sm_90a", *, multiprocessors: int =
             runtime.handler = previous
             capture.device_memory.clear()
 
-    replaced = {"arch_of": lambda device: arch, "multiprocessors": lambda device: multiprocessors, "launch": launch}
-    with contextlib.ExitStack() as stack:
-        for module in _modules(arch):
-            for name, value in replaced.items():
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, value))
+    with host(arch, multiprocessors), contextlib.ExitStack() as stack:
+        _patched(stack, arch, {"launch": launch})
         yield result
+
+
+# --- cases ---------------------------------------------------------------------------------------------------------
+def _problem(seed: int, options: dict[str, Any]) -> Any:
+    """An ``AttentionProblem`` on the CPU from the recipe that the GPU tests use."""
+    from tests.gpu import problems
+
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    if options.pop("int64", False):
+        options["dtype"] = torch.int64
+    config = options.pop("config", {})
+    with mock.patch.object(problems, "DEVICE", torch.device("cpu")):
+        problem = problems.Case(**options).make(seed)
+    return dataclasses.replace(problem, config=problem.config.with_(**config)) if config else problem
+
+
+def _name(kernel: str, options: dict[str, Any]) -> str:
+    return f"lp_fa4 {kernel} " + " ".join(f"{k}={v}" for k, v in options.items())
+
+
+def forward(arch: str, *, seed: int = 0, **options: Any) -> Case:
+    """Our forward (work list, transposed V, re-coding, attention). ``options``: of ``tests.gpu.problems.Case``.
+
+    Checked as the GPU tests do, against FP64: at most twice the reference's error plus one rounding to BF16; the LSE within
+    1e-4 (the row sum is FP32).
+    """
+    problem = _problem(seed, dict(options))
+
+    def call() -> Any:
+        with host(arch):
+            module = importlib.import_module(_PACKAGES[arch][0] + ".forward_host")
+            return module.forward(problem)
+
+    def verify(value: Any) -> None:
+        from tests.gpu import problems
+
+        with mock.patch.object(problems, "DEVICE", torch.device("cpu")):
+            problems.check(problem, value, lse_tolerance=1e-4)
+
+    return Case(_name("forward", options), arch, None, call, verify)
+
+
+def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse: bool = False, **options: Any) -> Case:
+    """Our backward against ``lp_fa4.reference.backward``, which rounds at the same points: codes agree but for ties that the order
+    of additions decides, so the relative error is far under one rounding of E4M3 (2^-4)."""
+    from lp_fa4 import reference
+
+    problem = _problem(seed, dict(options))
+    result = reference.forward(problem)
+    generator = torch.Generator().manual_seed(seed + 100)
+    dout = torch.randn(result.out.shape, generator=generator).bfloat16()
+    dlse = torch.randn(result.lse.shape, generator=generator) if with_dlse else None
+    want = reference.backward(problem, result, dout, dlse=dlse)
+
+    def call() -> Any:
+        with host(arch):
+            module = importlib.import_module(_PACKAGES[arch][0] + ".backward")
+            return module.backward(problem, result, dout, deterministic=deterministic, dlse=dlse)
+
+    def verify(value: Any) -> None:
+        for name in ("dq", "dk", "dv", "dv_mean"):
+            x, y = getattr(value, name), getattr(want, name)
+            assert (x is None) == (y is None), name
+            if x is None or not y.numel():
+                continue
+            x, y = (z.float() if isinstance(z, torch.Tensor) else z.dequantize() for z in (x, y))
+            assert torch.isfinite(x).all(), f"{name} is not finite"
+            error = float((x - y).norm() / y.norm().clamp(min=1e-20))
+            assert error <= 5e-3, f"{name}: relative error {error:.3g}"
+
+    return Case(_name("backward", options), arch, None, call, verify)
+
+
+def prepare(arch: str, lengths: list[int], *, rows: int = 128, dim: int = 128, heads: int = 2, seed: int = 0) -> Case:
+    """Centre, quantize, transpose: bytes equal those of ``quantize_mx`` on what was centred; sums within FP32 rounding."""
+    from lp_fa4.config import DEFAULT
+    from lp_fa4.mx import quantize_mx
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    q, k, v = ((torch.randn(tokens, heads, dim, generator=generator) * 3 + 1).bfloat16() for _ in range(3))
+
+    def call() -> Any:
+        with host(arch):
+            module = importlib.import_module(_PACKAGES[arch][0] + ".preparation")
+            return module.prepare(q, k, v, offsets, offsets, False, DEFAULT, (rows, dim), dim**-0.5)
+
+    def verify(value: Any) -> None:
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        for name, x, mean in (("q", q, None), ("k", k, value.k_mean), ("v", v, value.v_mean)):
+            centred = x.float() if mean is None else x.float() - mean[sequence]
+            want, got = quantize_mx(centred, (rows, dim), offsets, token_dim=0), getattr(value, name)
+            assert torch.equal(got.codes, want.codes), f"{name}: codes"
+            assert torch.equal(got.scale_bytes, want.scale_bytes), f"{name}: scales"
+            if name == "v":
+                sums = torch.zeros_like(value.v_sum).index_add_(0, sequence, centred)
+                close("v_sum", value.v_sum, sums, 1e-3)
+
+    return Case(f"lp_fa4 prepare {lengths} rows={rows} d{dim}", arch, None, call, verify)

@@ -5,10 +5,19 @@ import pytest
 import torch
 
 from tests.emulator import api
+from tests.emulator.engines.wgmma import narrow_product
 from tests.emulator.errors import DeadlockError, EmulatorError, MemoryFaultError, RaceError, UnsupportedError
-from tests.emulator.test_core import ALL, run
+from tests.emulator.fidelity import Fidelity
+from tests.emulator.test_core import ALL, launch
 
 pytestmark = pytest.mark.emulator
+
+
+def run(body, *tensors, schedule=None, check=False, limit=200_000, fidelity=None, **shape):
+    """Execute a body with ``tensors`` at %rd0, %rd1, ...; see ``test_core.launch``."""
+    extents = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
+    return api.run(launch(body, *tensors, **shape), extents, schedule, check=check, step_limit=limit, fidelity=fidelity)
+
 
 TORCH = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LAZY, EAGER = api.Schedule("lazy"), api.Schedule("eager")
@@ -149,7 +158,8 @@ class Product:
     def mma(self, step=0, accumulate=0, signs="1, 1", d="f32", advance=2):
         names = accumulators(self.n // (2 if d == "f32" else 4))
         return (
-            f"mov.b64 %rd20, {self.a_desc + advance * step};\nmov.b64 %rd21, {self.b_desc + advance * step};\nsetp.ne.b32 %p2, {accumulate}, 0;\n"
+            f"mov.b64 %rd20, {self.a_desc + advance * step};\nmov.b64 %rd21, {self.b_desc + advance * step};\n"
+            f"setp.ne.b32 %p2, {accumulate}, 0;\n"
             f"wgmma.mma_async.sync.aligned.m64n{self.n}k{self.k}.{d}.{self.kind} {{{', '.join(names)}}}, {self.source()}, %rd21, "
             f"%p2, {signs}{self.transposed};\n"
         )
@@ -269,6 +279,49 @@ def test_a_warpgroup_is_one_product_however_its_warps_are_scheduled(width):
             assert np.array_equal(p.execute(body, schedule=api.Schedule(name, seed, width)), p.answer)
 
 
+# --- wgmma: Hopper's narrow FP8 sums --------------------------------------------------------------------------------
+def long_sum(steps, promote, fidelity):
+    """Sum over ``steps`` chunks of 32 values near 1 (one operand, read again and again): [64, 8]. Every ``promote`` chunks the
+    accumulators are added in FP32 to a second set and start again."""
+    p = Product(8, "e4m3", swizzle=32)
+    rng = np.random.default_rng(7)
+    codes = torch.from_numpy(1 + rng.integers(0, 3, (72, 32)).astype(np.float32) / 8).to(TORCH["e4m3"])
+    bits = codes.view(torch.uint8).numpy()
+    image, b = placed(bits[:64], 32, False)[0], placed(bits[64:], 32, False)[0]
+    p.image[: image.size], p.image[2048 : 2048 + b.size] = torch.from_numpy(image), torch.from_numpy(b)
+    zero = "".join(f"mov.b32 %d{64 + i}, 0;\n" for i in range(4))
+    add = "".join(f"add.f32 %d{64 + i}, %d{64 + i}, %d{i};\n" for i in range(4))
+    body = zero
+    for first in range(0, steps, promote):
+        chain = "".join(p.mma(0, accumulate=int(i > 0)) for i in range(min(promote, steps - first)))
+        body += FENCE + chain + COMMIT + WAIT + add
+    body += "".join(f"mov.b32 %d{i}, %d{64 + i};\n" for i in range(4))
+    values = codes.float().numpy()
+    return p.execute(body, fidelity=fidelity), steps * (values[:64] @ values[64:].T)
+
+
+def test_narrow_sums_need_two_levels():
+    """With 14 bits a chain of 8,192 positive products loses percents, always downwards; sums of 128 in FP32 repair it.
+
+    Bounds: cutting 33 addends of a sum S at S 2^-14 loses at most 33 S 2^-14 a step, half of that on average.
+    """
+    narrow = Fidelity(fp8_accumulator_bits=14)
+    (exact, truth), (one, _), (two, _) = long_sum(256, 256, None), long_sum(256, 256, narrow), long_sum(256, 4, narrow)
+    assert np.allclose(exact, truth, rtol=1e-6)
+    bias_one, bias_two = (float((x / truth - 1).mean()) for x in (one, two))
+    assert bias_one < -0.02 and -0.004 < bias_two <= 0, (bias_one, bias_two)
+    assert np.array_equal(long_sum(4, 4, narrow)[0] <= long_sum(4, 4, None)[0], np.ones((64, 8), bool))
+
+
+def test_narrow_product_on_given_numbers():
+    """Largest term 8 = 2^3 with 4 bits: everything is cut to multiples of 2^(4 - 4) = 1, towards zero."""
+    a = np.array([[2.0, 1.0, -1.0, 0.5]], np.float32)
+    b = np.array([[4.0, 1.75, 1.75, 1.0]], np.float32)
+    assert narrow_product(a, b, None, 4)[0, 0] == 8 + 1 - 1 + 0
+    assert narrow_product(a, b, np.array([[-3.75]], np.float32), 4)[0, 0] == 8 + 1 - 1 + 0 - 3
+    assert narrow_product(a, b, np.array([[100.0]], np.float32), 24)[0, 0] == 108.5
+
+
 # --- wgmma: refusals ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("line", "what"),
@@ -361,7 +414,7 @@ def test_a_generic_write_needs_a_proxy_fence_before_wgmma_reads_it():
 
 def test_a_generic_write_needs_a_barrier_before_wgmma_reads_it():
     p = Product(16, "bf16")
-    with pytest.raises(RaceError, match="read after write|write after read"):
+    with pytest.raises(RaceError, match=r"read after write|write after read"):
         p.execute(OVERWRITE + "fence.proxy.async.shared::cta;\n" + FENCE + p.mma() + COMMIT + WAIT, check=True)
 
 
@@ -478,14 +531,20 @@ def test_atomic_operations(op, start, value, want):
 @pytest.mark.parametrize(("expected", "want"), [(5, 9), (6, 5)])
 def test_compare_and_swap(expected, want):
     cell = torch.tensor([5], dtype=torch.int64)
-    body = f"setp.ne.u32 %p0, %r0, 0;\n@%p0 bra END;\nmov.b64 %rd3, {expected};\nmov.b64 %rd4, 9;\natom.global.cas.b64 %rd5, [%rd0], %rd3, %rd4;\nEND:\n"
+    body = (
+        f"setp.ne.u32 %p0, %r0, 0;\n@%p0 bra END;\nmov.b64 %rd3, {expected};\n"
+        f"mov.b64 %rd4, 9;\natom.global.cas.b64 %rd5, [%rd0], %rd3, %rd4;\nEND:\n"
+    )
     run(body, cell)
     assert cell.item() == want
 
 
 def test_float_reductions_scalar_vector_and_packed():
     x = torch.zeros(32, dtype=torch.float32)
-    body = "mov.b32 %r5, 0f3F000000;\nred.relaxed.gpu.global.add.f32 [%rd0], %r5;\nred.global.add.v4.f32 [%rd0+16], {%r5, %r5, %r5, 0f40000000};\n"
+    body = (
+        "mov.b32 %r5, 0f3F000000;\nred.relaxed.gpu.global.add.f32 [%rd0], %r5;\n"
+        "red.global.add.v4.f32 [%rd0+16], {%r5, %r5, %r5, 0f40000000};\n"
+    )
     run(body, x, registers="")
     assert x[0] == 16 and x[4:8].tolist() == [16, 16, 16, 64] and x[1:4].sum() == 0
     for kind, dtype, one in (("f16x2", torch.float16, 0x3C003C00), ("bf16x2", torch.bfloat16, 0x3F803F80)):
@@ -497,7 +556,7 @@ def test_float_reductions_scalar_vector_and_packed():
 def test_a_plain_read_beside_atomics_is_a_race():
     start = "setp.ne.u32 %p0, %r0, 0;\n@%p0 bra GO;\nst.shared.b32 [%r1], 0;\nGO:\nbar.sync 0;\natom.shared.add.u32 %r5, [%r1], 1;\n"
     run(start + "bar.sync 0;\nld.shared.b32 %r6, [%r1];\n", block=64, shared=64, check=True)
-    with pytest.raises(RaceError, match="read after write|write after read"):
+    with pytest.raises(RaceError, match=r"read after write|write after read"):
         run(start + "ld.shared.b32 %r6, [%r1];\n", block=64, shared=64, check=True)
 
 
@@ -553,7 +612,7 @@ def test_cp_async(cache, size):
 @pytest.mark.parametrize("wait", ["wait_group 0", "wait_all"])
 def test_cp_async_short_source_fills_zeros(wait):
     x, out = torch.arange(1, 33, dtype=torch.int32), torch.full((32,), -1, dtype=torch.int32)
-    body = COPY.format(cache="ca", size=4, rest=", %r9").replace("cp.async.ca", "setp.lt.u32 %p4, %r0, 20;\nselp.b32 %r9, 4, 0, %p4;\ncp.async.ca")
+    body = "setp.lt.u32 %p4, %r0, 20;\nselp.b32 %r9, 4, 0, %p4;\n" + COPY.format(cache="ca", size=4, rest=", %r9")
     run(body + f"cp.async.{wait};\n" + READ, x[:20].clone(), out, shared=256, schedule=LAZY)
     assert torch.equal(out, torch.where(torch.arange(32) < 20, x, 0).int())
 
@@ -575,7 +634,7 @@ def test_cp_async_wait_is_only_the_threads_own():
     """Another warp's copy needs a barrier after the wait."""
     x, out = torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     body = COPY.format(cache="ca", size=4, rest="") + "cp.async.wait_group 0;\nxor.b32 %r0, %r0, 32;\n" + READ
-    with pytest.raises(RaceError, match="read after write|write after read"):
+    with pytest.raises(RaceError, match=r"read after write|write after read"):
         run(body, x, out, block=64, shared=256, check=True)
 
 
@@ -623,7 +682,10 @@ def test_setmaxnreg_range(n):
 
 def test_a_conversion_reads_the_low_bits_of_a_wider_register():
     x, out = torch.tensor([-(2**40) - 3, 2**33 + 5], dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    body = "ld.global.v2.b64 {%rd2, %rd3}, [%rd0];\ncvt.s64.s32 %rd4, %rd2;\ncvt.u64.u32 %rd5, %rd3;\ncvt.s64.s8 %rd6, %rd2;\ncvt.u64.u16 %rd7, %rd2;\n"
+    body = (
+        "ld.global.v2.b64 {%rd2, %rd3}, [%rd0];\ncvt.s64.s32 %rd4, %rd2;\n"
+        "cvt.u64.u32 %rd5, %rd3;\ncvt.s64.s8 %rd6, %rd2;\ncvt.u64.u16 %rd7, %rd2;\n"
+    )
     body += "st.global.v2.b64 [%rd1], {%rd4, %rd5};\nst.global.v2.b64 [%rd1+16], {%rd6, %rd7};\n"
     run(body, x, out, block=1)
     assert out.tolist() == [-3, 5, -3, 65533]
@@ -636,8 +698,14 @@ def test_a_register_of_another_class_stops():
 
 def test_fp8_from_f16_pairs_and_integer_relu():
     x, out = torch.tensor([1.3, -500.0, 0.001, 3.0]).half(), torch.zeros(3, dtype=torch.int32)
-    body = "ld.global.v2.b32 {%r3, %r4}, [%rd0];\ncvt.rn.satfinite.e4m3x2.f16x2 %h0, %r3;\ncvt.rn.satfinite.e4m3x2.f16x2 %h1, %r4;\nmov.b32 %r5, {%h0, %h1};\n"
-    body += "min.relu.s32 %r6, -4, 7;\nmax.relu.s32 %r7, -4, -3;\nst.global.b32 [%rd1], %r5;\nst.global.b32 [%rd1+4], %r6;\nst.global.b32 [%rd1+8], %r7;\n"
+    body = (
+        "ld.global.v2.b32 {%r3, %r4}, [%rd0];\ncvt.rn.satfinite.e4m3x2.f16x2 %h0, %r3;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 %h1, %r4;\nmov.b32 %r5, {%h0, %h1};\n"
+    )
+    body += (
+        "min.relu.s32 %r6, -4, 7;\nmax.relu.s32 %r7, -4, -3;\nst.global.b32 [%rd1], %r5;\n"
+        "st.global.b32 [%rd1+4], %r6;\nst.global.b32 [%rd1+8], %r7;\n"
+    )
     run(body, x, out, block=1)
     assert torch.equal(out[:1].view(torch.uint8), x.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
     assert out[1:].tolist() == [0, 0]

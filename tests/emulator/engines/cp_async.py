@@ -107,10 +107,7 @@ class CopyWait(Wait):
 @op("cp.async.wait_group", "cp.async.wait_all", allow="")
 def wait_group(g: Any, I: Instr, m: np.ndarray) -> Wait | None:
     state = _state(g)
-    if I.parts[2] == "wait_all":
-        limit = np.full(g.W, np.iinfo(i64).max)
-    else:
-        limit = state.committed - I.args[0].value
+    limit = np.full(g.W, np.iinfo(i64).max) if I.parts[2] == "wait_all" else state.committed - I.args[0].value
     older = [c for c in state.copies if (c.mask & m & (c.group < limit)).any()]
     wait = CopyWait(older)
     counts = g.machine.wait_counts.setdefault(I.index, [0, 0])

@@ -123,9 +123,8 @@ class Product:
 
     def join(self, group: Warpgroup, g: Any, warp: int, lanes: slice, descriptors: tuple[int, ...], accumulate: bool) -> bool:
         """One warp issues; True when it is the last of the four."""
-        if any(p is not None for p in self.parts):
-            if (descriptors, accumulate) != (self.descriptors, self.accumulate):
-                raise EmulatorError(f"warps of one warpgroup issue different operands; {g.where(self.I)}")
+        if any(p is not None for p in self.parts) and (descriptors, accumulate) != (self.descriptors, self.accumulate):
+            raise EmulatorError(f"warps of one warpgroup issue different operands; {g.where(self.I)}")
         self.descriptors, self.accumulate = descriptors, accumulate
         self.parts[warp] = (g, lanes)
         mine = self.shape.accumulators

@@ -1,0 +1,54 @@
+"""This project's Hopper kernels on small hostile shapes: right numbers and no race under every schedule."""
+
+import os
+
+import pytest
+
+pytestmark = pytest.mark.emulator
+
+SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "3"))
+OURS = "tests.emulator.ours:"
+LENGTHS = [0, 1, 31, 33, 0, 129, 300, 0]
+JAGGED = [5, 0, 1, 130, 7, 33, 64, 2]
+
+FORWARD = {
+    "module": dict(lengths=LENGTHS, queries=33, int64=True, slack=9),
+    "groups of 32, jagged": dict(lengths=LENGTHS, queries=JAGGED, shared=False, block=[32, 128], slack=3),
+    "causal, grouped heads, head 64": dict(
+        lengths=[40, 0, 257, 130], queries=[40, 7, 300, 129], shared=False, causal=True, dim=64, heads=2, kv_heads=1, block=[128, 64]
+    ),
+    "square": dict(lengths=[129, 7], queries=130, heads=1, kv_heads=1, block=[32, 32]),
+}
+BACKWARD = {
+    "module": dict(lengths=LENGTHS, queries=33, config=dict(grad_format="mxfp8"), int64=True, slack=9),
+    "groups of 32, jagged, deterministic": dict(
+        lengths=LENGTHS, queries=JAGGED, shared=False, block=[32, 128], slack=3, deterministic=True, config=dict(grad_format="bf16")
+    ),
+    "causal, grouped heads, head 64": dict(
+        lengths=[40, 0, 257, 130], queries=[40, 7, 300, 129], shared=False, causal=True, dim=64, heads=2, kv_heads=1,
+        config=dict(grad_format="bf16", center_p_backward=False),
+    ),
+    "more than a chunk of queries, gradient of lse": dict(
+        lengths=[7, 129], queries=520, heads=1, kv_heads=1, shared=False, with_dlse=True, config=dict(grad_format="mxfp8")
+    ),
+}  # fmt: skip
+
+
+def check(worker, builder, arguments):
+    answer = worker.run(OURS + builder, arguments, schedules=SCHEDULES)
+    assert len(answer["schedules"]) == SCHEDULES
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(sm90, name):
+    check(sm90, "forward", FORWARD[name])
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(sm90, name):
+    check(sm90, "backward", BACKWARD[name])
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(32, 64), (128, 128)])
+def test_prepare(sm90, rows, dim):
+    check(sm90, "prepare", dict(lengths=LENGTHS, rows=rows, dim=dim))
