@@ -309,7 +309,10 @@ def _mov(c: Codegen, I: Instr) -> list[str]:
     if t == "b128":
         if isinstance(A[1], Vec):
             sel = f"[{c.mask}]" if c.where else ""
-            return [f"Q[{A[0].idx}]{'[' + c.mask + ',' + str(j) + ']' if c.where else f'[:,{j}]'}={c.val(x, 'D')}{sel}" for j, x in enumerate(A[1].items)]
+            return [
+                f"Q[{A[0].idx}]{'[' + c.mask + ',' + str(j) + ']' if c.where else f'[:,{j}]'}={c.val(x, 'D')}{sel}"
+                for j, x in enumerate(A[1].items)
+            ]
         if isinstance(A[0], Vec):
             return [f"cp({c.val(x, 'D')},Q[{A[1].idx}][:,{j}]{c.where})" for j, x in enumerate(A[0].items) if x is not SINK]
         mask = f",where={c.mask}[:,None]" if c.where else ""
@@ -394,7 +397,7 @@ def _setp(c: Codegen, I: Instr) -> list[str]:
     return out + ([] if dst[1] is SINK else c.assign(dst[1], f"(~_c){tail}", "P"))
 
 
-_MODES = "rn rz rm rp rni rzi rmi rpi rna ftz sat satfinite relu".split()
+_MODES = ["rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna", "ftz", "sat", "satfinite", "relu"]
 
 
 @alu("cvt")

@@ -125,18 +125,7 @@ _DEVICE_ATTRIBUTES = {
     81: 233472,  # shared memory per multiprocessor
 }
 
-_UNMODELLED = (
-    "_cuLibraryGetGlobal _cuLibraryGetKernelCount _cuLibraryGetManaged _cuLibraryGetModule _cuLibraryGetUnifiedFunction "
-    "_cuLibraryLoadFromFile _cuTensorMapEncodeTiled _cudaEventCreate _cudaEventDestroy _cudaEventElapsedTime "
-    "_cudaEventRecord _cudaFree _cudaFreeAsync _cudaFreeHost _cudaGetDeviceProperties _cudaGraphDestroy "
-    "_cudaGraphExecDestroy _cudaGraphInstantiate _cudaGraphLaunch _cudaLaunchKernel _cudaLibraryGetGlobal "
-    "_cudaLibraryGetKernelCount _cudaLibraryGetManaged _cudaLibraryGetUnifiedFunction _cudaLibraryLoadFromFile "
-    "_cudaMalloc _cudaMallocAsync _cudaMallocHost _cudaMallocManaged _cudaMemcpy _cudaMemcpyAsync _cudaMemset "
-    "_cudaMemsetAsync _cudaOccupancyMaxActiveBlocksPerMultiprocessor _cudaProfilerStart _cudaProfilerStop "
-    "_cudaStreamAddCallback _cudaStreamBeginCapture _cudaStreamCreate _cudaStreamDestroy _cudaStreamEndCapture "
-    "_cudaStreamWaitEvent CuteDSLRT_Function_Run CuteDSLRT_GetErrorString CuteDSLRT_Module_Create_From_Bytes "
-    "CuteDSLRT_Module_Destroy CuteDSLRT_Module_Get_Function"
-).split()
+_UNMODELLED = ["_cuLibraryGetGlobal", "_cuLibraryGetKernelCount", "_cuLibraryGetManaged", "_cuLibraryGetModule", "_cuLibraryGetUnifiedFunction", "_cuLibraryLoadFromFile", "_cuTensorMapEncodeTiled", "_cudaEventCreate", "_cudaEventDestroy", "_cudaEventElapsedTime", "_cudaEventRecord", "_cudaFree", "_cudaFreeAsync", "_cudaFreeHost", "_cudaGetDeviceProperties", "_cudaGraphDestroy", "_cudaGraphExecDestroy", "_cudaGraphInstantiate", "_cudaGraphLaunch", "_cudaLaunchKernel", "_cudaLibraryGetGlobal", "_cudaLibraryGetKernelCount", "_cudaLibraryGetManaged", "_cudaLibraryGetUnifiedFunction", "_cudaLibraryLoadFromFile", "_cudaMalloc", "_cudaMallocAsync", "_cudaMallocHost", "_cudaMallocManaged", "_cudaMemcpy", "_cudaMemcpyAsync", "_cudaMemset", "_cudaMemsetAsync", "_cudaOccupancyMaxActiveBlocksPerMultiprocessor", "_cudaProfilerStart", "_cudaProfilerStop", "_cudaStreamAddCallback", "_cudaStreamBeginCapture", "_cudaStreamCreate", "_cudaStreamDestroy", "_cudaStreamEndCapture", "_cudaStreamWaitEvent", "CuteDSLRT_Function_Run", "CuteDSLRT_GetErrorString", "CuteDSLRT_Module_Create_From_Bytes", "CuteDSLRT_Module_Destroy", "CuteDSLRT_Module_Get_Function"]
 
 _FATBIN_MAGIC = 0xBA55ED50
 _P, _I, _U = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint

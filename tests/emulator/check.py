@@ -406,7 +406,11 @@ class Checker:
     def _uninitialised(self, space: str, cell: int, g: Any, I: Instr) -> None:
         n = self.words_per_rank if space == "shared" else 4 * TensorMemory.COLUMNS
         rank, rest = divmod(cell, n)
-        place = f"shared {rank << CTA_SHIFT | rest << 2:#x}" if space == "shared" else f"TMEM of CTA {rank}, column {rest % TensorMemory.COLUMNS}"
+        place = (
+            f"shared {rank << CTA_SHIFT | rest << 2:#x}"
+            if space == "shared"
+            else f"TMEM of CTA {rank}, column {rest % TensorMemory.COLUMNS}"
+        )
         self.report("read of unwritten memory", place, "", g.where(I), "a write before this read", (-1, I.index))
 
     def _shared_cells(self, a: np.ndarray, n: int) -> np.ndarray:
@@ -428,7 +432,12 @@ class Checker:
             cell = self._cell(idx, int(np.argmax(self.is_barrier[idx])))
             rank, word = divmod(cell, self.words_per_rank)
             self.report(
-                "data access to a live mbarrier", f"shared {rank << CTA_SHIFT | word << 2:#x}", "", g.where(I), "mbarrier.inval before reuse", (-1, I.index)
+                "data access to a live mbarrier",
+                f"shared {rank << CTA_SHIFT | word << 2:#x}",
+                "",
+                g.where(I),
+                "mbarrier.inval before reuse",
+                (-1, I.index),
             )
         epoch, site = int(c.vc[0, c.agent]), self.site(g, I)
         if len(self.touches) > 1:

@@ -181,8 +181,15 @@ class Campaign:
                     I = u.instrs[0]
                     executed = hits[name][u.index] > 0
                     self.sites.append(
-                        Site(name, kind, f"line {I.line} {I.loc}", u.index, executed=executed,
-                             acts=executed and I.index in acting[name], slept=I.index in slept[name])
+                        Site(
+                            name,
+                            kind,
+                            f"line {I.line} {I.loc}",
+                            u.index,
+                            executed=executed,
+                            acts=executed and I.index in acting[name],
+                            slept=I.index in slept[name],
+                        )
                     )
             spans = self.regions[name].spans
             for role, column in spans:
@@ -194,7 +201,9 @@ class Campaign:
                 if before is not None:
                     spans[before] += spans.pop((role, column))
             for (role, column), width in sorted(spans.items()):
-                self.sites.append(Site(name, "TMEM region", f"{role} at column {column}", region=(role, column, width), executed=True, acts=True))
+                self.sites.append(
+                    Site(name, "TMEM region", f"{role} at column {column}", region=(role, column, width), executed=True, acts=True)
+                )
 
     def _shift(self, site: Site) -> Any:
         """Move a region onto live data of another: an operand or scale factors to the start of an accumulator that does
@@ -227,10 +236,17 @@ class Campaign:
                 if what:
                     site.caught = f"{s}: {what}"
                     break
-            self.log(f"{n + 1}/{len(self.sites)} {site.kind} {site.where} acts={site.acts} slept={site.slept} -> {site.caught or 'MISSED'} ({time.time() - t:.1f} s)")
+            self.log(
+                f"{n + 1}/{len(self.sites)} {site.kind} {site.where} acts={site.acts} slept={site.slept} -> {site.caught or 'MISSED'} ({time.time() - t:.1f} s)"
+            )
 
     def table(self) -> str:
-        lines = [f"### {self.case.name} ({self.case.arch})", "", "| kind | sites | executed | ever slept | act | caught of acting | caught of slept or acting |", "|---|---|---|---|---|---|---|"]
+        lines = [
+            f"### {self.case.name} ({self.case.arch})",
+            "",
+            "| kind | sites | executed | ever slept | act | caught of acting | caught of slept or acting |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for kind in (*KINDS, "all"):
             chosen = [x for x in self.sites if kind in (x.kind, "all")]
             if not chosen:
@@ -242,7 +258,13 @@ class Campaign:
                 f"{sum(bool(x.caught) for x in acts)} of {len(acts)} | {sum(bool(x.caught) for x in either)} of {len(either)} |"
             )
         missed = [x for x in self.sites if x.executed and not x.caught]
-        lines += ["", *(f"* missed{'' if x.acts else ' (slept, orders nothing)' if x.slept else ' (never sleeps or acts)'}: {x.kind}, {x.where}, kernel {x.kernel[:60]}" for x in missed)]
+        lines += [
+            "",
+            *(
+                f"* missed{'' if x.acts else ' (slept, orders nothing)' if x.slept else ' (never sleeps or acts)'}: {x.kind}, {x.where}, kernel {x.kernel[:60]}"
+                for x in missed
+            ),
+        ]
         return "\n".join(lines)
 
 

@@ -36,9 +36,7 @@ def _fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
 
-def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, S, H, D] float32 → output and log-sum-exp [B, H, S]."""
     groups = q.shape[2] // k.shape[2]
     qt, kt, vt = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(groups, 1) for x in (k, v))
@@ -121,12 +119,12 @@ def fa4_varlen_forward(arch: str, lengths_q: list[int], lengths_k: list[int], *,
             close(f"out of sequence {b}", value[0][rows], out[0], 0.02)
             close(f"lse of sequence {b}", value[1][:, rows], lse[0], 1e-4)
 
-    return Case(f"fa4 varlen forward q{lengths_q} k{lengths_k} h{heads}/{kv_heads} d{dim}", arch, prepare, lambda: forward(q, k, v, cq, ck), verify)
+    return Case(
+        f"fa4 varlen forward q{lengths_q} k{lengths_k} h{heads}/{kv_heads} d{dim}", arch, prepare, lambda: forward(q, k, v, cq, ck), verify
+    )
 
 
-def fa4_backward(
-    arch: str, sq: int, sk: int, *, heads: int = 1, kv_heads: int | None = None, dim: int = 128, causal: bool = False
-) -> Case:
+def fa4_backward(arch: str, sq: int, sk: int, *, heads: int = 1, kv_heads: int | None = None, dim: int = 128, causal: bool = False) -> Case:
     """Dense backward (preprocess, main, postprocess kernels)."""
     generator = torch.Generator().manual_seed(0)
     kv_heads = kv_heads or heads
@@ -220,7 +218,9 @@ def quack_gemm(arch: str, m: int, n: int, k: int) -> Case:
 
         return gemm(x, w.T, tuned=False)
 
-    return Case(f"quack bf16 gemm {m}x{n}x{k}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()))
+    return Case(
+        f"quack bf16 gemm {m}x{n}x{k}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item())
+    )
 
 
 def _mx_operand(rows: int, k: int, generator: torch.Generator) -> Any:
@@ -252,7 +252,9 @@ def quack_mxfp8_gemm(arch: str, m: int, n: int, k: int) -> Case:
 
         return gemm(a, b.mT, tuned=False)
 
-    return Case(f"quack mxfp8 gemm {m}x{n}x{k}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()))
+    return Case(
+        f"quack mxfp8 gemm {m}x{n}x{k}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item())
+    )
 
 
 def quack_rmsnorm(arch: str, m: int, n: int) -> Case:
@@ -318,12 +320,16 @@ def quack_mxfp8_varlen_m(arch: str, lengths: list[int], n: int, k: int) -> Case:
         from quack.gemm_interface import gemm
 
         a = BlockScaledOperand.from_parts(qa, _pack_scales(padded), "mxfp8")
-        b = BlockScaledOperand.from_parts(
-            torch.stack([w[0] for w in weights]), torch.cat([_pack_scales(w[1]) for w in weights]), "mxfp8"
-        )
+        b = BlockScaledOperand.from_parts(torch.stack([w[0] for w in weights]), torch.cat([_pack_scales(w[1]) for w in weights]), "mxfp8")
         return gemm(a, b.mT, cu_seqlens_m=cu, tuned=False)
 
-    return Case(f"quack mxfp8 varlen_m {lengths}x{n}x{k}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()))
+    return Case(
+        f"quack mxfp8 varlen_m {lengths}x{n}x{k}",
+        arch,
+        None,
+        call,
+        lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()),
+    )
 
 
 def quack_mxfp8_varlen_k(arch: str, lengths: list[int], m: int, n: int) -> Case:
@@ -353,7 +359,13 @@ def quack_mxfp8_varlen_k(arch: str, lengths: list[int], m: int, n: int) -> Case:
         a, b = (BlockScaledOperand.from_parts(q, _pack_scales(s), "mxfp8") for q, s, _ in parts)
         return gemm(a, b.mT, cu_seqlens_k=cu, tuned=False)
 
-    return Case(f"quack mxfp8 varlen_k {lengths} {m}x{n}", arch, None, call, lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()))
+    return Case(
+        f"quack mxfp8 varlen_k {lengths} {m}x{n}",
+        arch,
+        None,
+        call,
+        lambda v: close("out", v, reference, 2**-8 * reference.abs().max().item()),
+    )
 
 
 def quack_quantized_output(arch: str, m: int, n: int, k: int) -> Case:

@@ -39,7 +39,12 @@ class _WholeMemory:
 
     def __init__(self, size: int, count: int) -> None:
         shape = (((1 << 47) - _BASE) // (size * count), count)
-        self.__array_interface__ = {"shape": shape, "typestr": f"|u{size}" if size == 1 else f"<u{size}", "data": (_BASE, False), "version": 3}
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": f"|u{size}" if size == 1 else f"<u{size}",
+            "data": (_BASE, False),
+            "version": 3,
+        }
 
 
 HOST = {(size, n): np.asarray(_WholeMemory(size, n)) for size in (1, 2, 4, 8) for n in (1, 2, 4, 8)}

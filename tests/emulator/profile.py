@@ -92,7 +92,9 @@ def main() -> None:
     _, result = api.call_under(case.call, arch, api.Schedule("eager", width=32))
     for launch, machine in zip(result.launches, result.machines, strict=True):
         p = profile(machine)
-        print(f"{launch.name[:70]}\n  cycles alone: {p.cycles(arch, 'mxfp8' in name)}\n  warp instructions: {p.classes}\n  units: {p.tally}")
+        print(
+            f"{launch.name[:70]}\n  cycles alone: {p.cycles(arch, 'mxfp8' in name)}\n  warp instructions: {p.classes}\n  units: {p.tally}"
+        )
 
 
 if __name__ == "__main__":

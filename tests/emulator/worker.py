@@ -48,9 +48,7 @@ class Worker:
             builder: ``module:function`` that returns a ``kernels.Case``; called with ``arch`` and ``arguments``.
             waivers: name in ``waivers.py``.
         """
-        return self._ask(
-            dict(builder=builder, arguments=arguments, schedules=schedules, check=check, waivers=waivers, seed=seed)
-        )
+        return self._ask(dict(builder=builder, arguments=arguments, schedules=schedules, check=check, waivers=waivers, seed=seed))
 
     def call(self, function: str, **arguments: Any) -> dict[str, Any]:
         """Call ``module:function(arch, **arguments)`` in the child; returns its (JSON) value."""

@@ -93,7 +93,13 @@ def cluster_arrive(g: Any, I: Instr, m: np.ndarray) -> None:
     b = c.cluster_barrier
     g.state["cluster"] = GenerationWait(b, g)
     # threads that have exited count as arrived
-    arrive(g, b, int(m.sum()), max(c.live, b.arrived + int(m.sum())) if b.arrived + int(m.sum()) >= c.live else c.live, "relaxed" not in I.parts)
+    arrive(
+        g,
+        b,
+        int(m.sum()),
+        max(c.live, b.arrived + int(m.sum())) if b.arrived + int(m.sum()) >= c.live else c.live,
+        "relaxed" not in I.parts,
+    )
 
 
 @op("barrier.cluster.wait", aligned=True, allow="acquire aligned")

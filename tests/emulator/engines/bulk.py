@@ -221,10 +221,7 @@ def bulk_reduce_shared(g: Any, I: Instr, m: np.ndarray) -> None:
 
 
 # --- TMA tensors ---------------------------------------------------------------------------------------------------
-_TENSOR = (
-    f"1d 2d 3d 4d 5d tile {_CACHE} global shared::cta shared::cluster multicast::cluster cta_group::1 cta_group::2 "
-    "add min max and or"
-)
+_TENSOR = f"1d 2d 3d 4d 5d tile {_CACHE} global shared::cta shared::cluster multicast::cluster cta_group::1 cta_group::2 add min max and or"
 
 
 def _coordinates(g: Any, tensor: TensorMem, lane: int) -> list[int]:

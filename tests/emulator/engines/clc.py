@@ -45,7 +45,11 @@ def try_cancel(g: Any, I: Instr, m: np.ndarray) -> None:
         load_operation(g, complete)
 
 
-@op("clusterlaunchcontrol.query_cancel", allow="is_canceled get_first_ctaid::x get_first_ctaid::y get_first_ctaid::z pred b128 b32", writes=True)
+@op(
+    "clusterlaunchcontrol.query_cancel",
+    allow="is_canceled get_first_ctaid::x get_first_ctaid::y get_first_ctaid::z pred b128 b32",
+    writes=True,
+)
 def query_cancel(g: Any, I: Instr, m: np.ndarray) -> None:
     q = g.Q[I.args[1].idx]
     if "is_canceled" in I.parts:
