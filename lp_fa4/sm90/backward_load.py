@@ -18,11 +18,12 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm90.backward_layout import CHUNK_TILES, KEY_TILE, QUERY_TILE, STAT_FLOATS
-from lp_fa4.sm90.backward_ops import advance, arrive, effect, mask_of, pick_pairs
+from lp_fa4.sm90.backward_ops import advance, arrive, effect, mask_of, pick_pairs, pinned
 
 ACCUMULATOR_ORDER = ("6420", "7531")
 PAIRS_ORDER = ("6240", "7351")
 TURN_WARPS = 3
+IN_FLIGHT = 3
 STAT_BYTES = 4 * STAT_FLOATS
 RECORD_BYTES = 64
 """An item's record: eight fields (:class:`Item`), then the scale bytes of K and of V for four groups of 32 keys, all int32."""
@@ -169,8 +170,8 @@ def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, ba
                     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                     cute.arch.mbarrier_wait(bars.b_empty + out, out_phase)
                     a, b = stage * tile_bytes, out * tile_bytes
-                    turn_tile(smem.do_address + a, smem.dot_address + b, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
-                    turn_tile(smem.q_address + a, smem.qt_address + b, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
+                    pairs = ((smem.do_address + a, smem.dot_address + b), (smem.q_address + a, smem.qt_address + b))
+                    turn_tiles(pairs, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
                     cute.arch.fence_view_async_shared()
                     cute.arch.sync_warp()
                     arrive(bars.b_full + out)
@@ -181,7 +182,7 @@ def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, ba
                         cute.arch.mbarrier_wait(bars.kt_empty, kt_phase)
                         left = item.klen - item.n * KEY_TILE
                         k_address = smem.k_address + kv * (KEY_TILE * spec.head_dim)
-                        turn_tile(k_address, smem.kt_address, spec.head_dim, KEY_TILE, PAIRS_ORDER, warp, left)
+                        turn_tiles(((k_address, smem.kt_address),), spec.head_dim, KEY_TILE, PAIRS_ORDER, warp, left)
                         cute.arch.fence_view_async_shared()
                         cute.arch.sync_warp()
                         arrive(bars.kt_full)
@@ -191,36 +192,52 @@ def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, ba
 
 
 @cute.jit
-def turn_tile(
-    source: Int32, target: Int32, head_dim: cutlass.Constexpr, tokens: cutlass.Constexpr, order: cutlass.Constexpr, warp: Int32, limit
-):
-    """``[tokens, D]`` codes to ``[D, tokens]``, both in the swizzle of their row length (64 or 128 bytes). ``limit``: tokens at or past
-    it become 0 (None: all are kept)."""
-    lane = cute.arch.lane_idx()
-    wide, runs = head_dim // 32, tokens // 16
+def turn_tiles(pairs, head_dim: cutlass.Constexpr, tokens: cutlass.Constexpr, order: cutlass.Constexpr, warp: Int32, limit):
+    """``[tokens, D]`` codes to ``[D, tokens]`` for each (source, target) address, both in the swizzle of their row length (64 or 128
+    bytes). ``limit``: tokens at or past it become 0 (None: all are kept).
+
+    A block is 16 tokens x 32 columns. Three blocks are in flight at a time: one by one, the latencies of ``ldmatrix`` and ``stmatrix``
+    made these warps the slowest part of the kernel.
+    """
+    lane, warp = pinned(cute.arch.lane_idx()), cute.arch.make_warp_uniform(pinned(warp))  # 22 hoisted addresses would spill
+    wide = head_dim // 32
+    each = wide * (tokens // 16)
+    total = each * len(pairs)
     matrix, row = lane // 8, lane % 8
-    for block in cutlass.range(warp, wide * runs, TURN_WARPS, unroll=1):
-        run, column = block // wide, block % wide
-        chunk = 2 * column + (matrix >> 1)
-        if cutlass.const_expr(head_dim == 128):
-            at = (16 * run + 8 * (matrix & 1) + row) * 128 + ((chunk ^ row) << 4)
-        else:
-            at = (16 * run + 8 * (matrix & 1) + row) * 64 + ((chunk ^ (row >> 1)) << 4)
-        w = cute.make_rmem_tensor(4, Int32)
-        load_transposed(source + at, w)
-        if cutlass.const_expr(limit is not None):
-            left = limit - (16 * run + 2 * (lane % 4))
-            low, high = mask_of(left), mask_of(left - 8)
-            w[0], w[1], w[2], w[3] = w[0] & low, w[1] & high, w[2] & low, w[3] & high
-        even, odd = order
-        d = 32 * column + 16 * (matrix >> 1) + 2 * row + (matrix & 1)
-        to = d * tokens + ((run ^ (d & 7 if cutlass.const_expr(tokens == 128) else (d >> 1) & 3)) << 4)
-        words = [pick_pairs(w[i], w[i + 1], which) for i in (0, 2) for which in (even, odd)]
-        effect(
-            [target + to, *words],
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-            "r,r,r,r,r",
-        )
+    high, low = matrix >> 1, matrix & 1
+    # within a block: ldmatrix row 8 low + row, chunk 2 column + high; stmatrix row d = 16 high + 2 row + low, chunk run; both swizzled
+    from_row = (8 * low + row) * head_dim
+    from_chunk = (high ^ (row if cutlass.const_expr(head_dim == 128) else row >> 1)) << 4
+    to_row = (16 * high + 2 * row + low) * tokens
+    to_chunk = ((2 * row + low) & 7 if cutlass.const_expr(tokens == 128) else row & 3) << 4
+    for first in cutlass.range_constexpr(0, -(-total // TURN_WARPS), IN_FLIGHT):
+        count = min(IN_FLIGHT, -(-total // TURN_WARPS) - first)
+        words, targets, present = [], [], []
+        for j in cutlass.range_constexpr(count):
+            block = warp + TURN_WARPS * (first + j)
+            source, target = pairs[0]
+            part = block
+            if cutlass.const_expr(len(pairs) == 2):
+                source = source if block < each else pairs[1][0]
+                target = target if block < each else pairs[1][1]
+                part = block & (each - 1)
+            run, column = part // wide, part & (wide - 1)
+            w = cute.make_rmem_tensor(4, Int32)
+            inside = True if cutlass.const_expr(TURN_WARPS * (first + j) + TURN_WARPS <= total) else block < total
+            if inside:
+                load_transposed(source + from_row + run * (16 * head_dim) + (from_chunk ^ (column << 5)), w)
+            if cutlass.const_expr(limit is not None):
+                left = limit - (16 * run + 2 * (lane % 4))
+                below, above = mask_of(left), mask_of(left - 8)
+                w[0], w[1], w[2], w[3] = w[0] & below, w[1] & above, w[2] & below, w[3] & above
+            words.append(w)
+            targets.append(target + to_row + column * (32 * tokens) + (to_chunk ^ (run << 4)))
+            present.append(inside)
+        for j in cutlass.range_constexpr(count):
+            w = words[j]
+            turned = [pick_pairs(w[i], w[i + 1], which) for i in (0, 2) for which in order]
+            if present[j]:
+                effect([targets[j], *turned], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
 
 
 def load_transposed(address, words):

@@ -19,7 +19,7 @@ from lp_fa4.sm90.backward_compute import finish_tile, key_factors, segment_facto
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment, turning_warps
 from lp_fa4.sm90.backward_ops import advance, arrive, reciprocal_power, shared_floats
-from lp_fa4.sm90.backward_store import add_partial, store_bf16, store_mxfp8, store_zeros, take_partial
+from lp_fa4.sm90.backward_store import add_partial, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
 A_STAGES, B_STAGES = 3, 2
 """Stages of (Q, dO, statistics) and of (Q^T, dO^T)."""
@@ -326,6 +326,7 @@ class BackwardMain:
                         factors = shared_floats(w.factors, 2, 8)
                         dv_factor, dk_factor = factors[0], factors[1] * reciprocal_power(x)
                         if const_expr(spec.long):
+                            settle_partial(w)
                             if s < segments - 1:
                                 add_partial(spec, w, dV, dv_factor, scratch, s == 0)
                                 add_partial(spec, w, dK, dk_factor, scratch + KEY_TILE * d * 4, s == 0)
@@ -381,6 +382,8 @@ class BackwardMain:
         for i in cutlass.range_constexpr(self.spec.head_dim // 2):
             acc[i] = acc[i] * factor
         if segments > 1:
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.sync_warp()
             take_partial(self.spec, w, acc, scratch)
 
 

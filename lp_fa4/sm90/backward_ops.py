@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T
 
@@ -112,6 +113,14 @@ def shared_floats(address, count: int, align: int):
     pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=align)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), out)
     return out
+
+
+def strong_floats(address):
+    """Four FP32 words of global memory from L2."""
+    kind = llvm.StructType.get_literal([T.f32()] * 4)
+    text = "ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+    result = inline_ptx(kind, [address], text, "=f,=f,=f,=f,l,~{memory}", side_effects=True)
+    return [Float32(llvm.extractvalue(T.f32(), result, [i])) for i in range(4)]
 
 
 def power_for(bits, target: int):

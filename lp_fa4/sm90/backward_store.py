@@ -9,32 +9,50 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, float_of, inverse_of_byte
 from lp_fa4.sm90.backward_layout import KEY_TILE
-from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, pinned, redux_max, shared_floats
+from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, pinned, redux_max, shared_floats, strong_floats
 
 
 @cute.jit
 def add_partial(spec, w, acc, factor, scratch: Int64, fresh):
-    """Add ``acc * factor`` to this CTA's FP32 sums (``fresh``: start them). Every word belongs to one thread, so the sums are plain
-    FP32 additions in program order, done by L2."""
-    base = scratch + Int64(16 * pinned(w.thread))
-    if fresh:
-        for j in cutlass.range_constexpr(spec.head_dim // 8):
-            four = [acc[4 * j + i] * factor for i in range(4)]
-            effect([base + 4096 * j, *four], "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f")
-    else:
-        for j in cutlass.range_constexpr(spec.head_dim // 8):
-            four = [acc[4 * j + i] * factor for i in range(4)]
-            effect([base + 4096 * j, *four], "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f")
+    """Add ``acc * factor`` to this warp's share of the CTA's FP32 sums (``fresh``: start them), by bulk reductions through the staging.
+
+    Vector reductions from registers took twice the time of the whole kernel on long query loops. The sums of the segment before must
+    have been performed (``settle_partial``): then every word is a plain FP32 sum in program order.
+    """
+    base = scratch + Int64(pinned(w.warp)) * (64 * spec.head_dim)
+    size = 32 * spec.head_dim
+    for half in cutlass.range_constexpr(2):
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for j in cutlass.range_constexpr(spec.head_dim // 16):
+            at = 4 * (half * (spec.head_dim // 16) + j)
+            four = [acc[at + i] * factor for i in range(4)]
+            effect([w.staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if w.lane == 0:
+            if fresh:
+                effect([base + half * size, w.staging, Int32(size)], "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "l,r,r")
+            else:
+                reduction = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+                effect([base + half * size, w.staging, Int32(size)], reduction, "l,r,r")
+            cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def settle_partial(w):
+    """Wait until the sums of the segment before are performed; the last query tile's dQ reduction may still be under way."""
+    if w.lane == 0:
+        cute.arch.cp_async_bulk_wait_group(1)
+    cute.arch.sync_warp()
 
 
 @cute.jit
 def take_partial(spec, w, acc, scratch: Int64):
-    """Add the sums of :func:`add_partial` to ``acc``."""
-    base = scratch + Int64(16 * pinned(w.thread))
+    """Add the sums of :func:`add_partial` to ``acc``. They lie in L2: the first-level cache may hold those of an earlier item."""
+    base = scratch + Int64(pinned(w.warp)) * (64 * spec.head_dim) + Int64(16 * w.lane)
     for j in cutlass.range_constexpr(spec.head_dim // 8):
-        pointer = cute.make_ptr(Float32, base + 4096 * j, cute.AddressSpace.gmem, assumed_align=16)
-        four = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
+        four = strong_floats(base + 512 * j)
         for i in cutlass.range_constexpr(4):
             acc[4 * j + i] = acc[4 * j + i] + four[i]
 
@@ -96,9 +114,9 @@ def store_mxfp8(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32, s
             effect([w.block_peaks + 16 * w.warp + 4 * x, peak], "st.shared.b32 [$0], $1;", "r,r")
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)
-    pair = shared_floats(w.block_peaks + 32 * (w.warp // 2), 8, 16)
+    pair = [shared_floats(w.block_peaks + 32 * (w.warp // 2) + 16 * i, blocks, 4 * blocks) for i in range(2)]
     for x in cutlass.range_constexpr(blocks):
-        byte = byte_of_amax_bits(cutlass.max(bits_of(pair[x]), bits_of(pair[x + 4])))
+        byte = byte_of_amax_bits(cutlass.max(bits_of(pair[0][x]), bits_of(pair[1][x])))
         inverse = inverse_of_byte(byte)
         if lane == 0 and w.warp % 2 == 0 and groups > 0:
             effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
