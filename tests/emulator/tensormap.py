@@ -7,7 +7,7 @@ encodes such tensors again, so a DSL version that moves a bit is noticed. CuTe w
 words       meaning
 ==========  =====================================================================================================
 0-1         global address
-2           bits 4-6 rank - 1; 7-10 element type; 13-14 swizzle (0 none, 1 32 B, 2 64 B, 3 128 B)
+2           bits 4-6 rank - 1; 7-10 element type; 13-14 swizzle (0 none, 1 32 B, 2 64 B, 3 128 B); 1 and 18 always set
 3-6         strides of dimensions 1..4 in bytes, >> 4 (low 32 bits); word 7 holds 4 more bits of each
 8-12        dimensions - 1
 13 [24:31]  box extent 0, minus 1; word 14: extents 1..4, minus 1, one byte each
@@ -28,9 +28,12 @@ from .numerics import i64
 
 #: element type code → bytes per element (11: two FP4 codes per byte)
 ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2, 11: 0.5}
-#: bits of word 2 whose meaning is known, or that vary with the rank and have no effect seen (21)
+#: bits of word 2 whose meaning is known
 _KNOWN_WORD2 = 0x70 | 0x780 | 0x6000
-_SEEN_WORD2 = 1 << 21
+#: bits of word 2 that are set in every descriptor seen
+_CONSTANT_WORD2 = 0x40002
+#: set for ranks 2, 4, 5 and clear for 1, 3; no effect seen
+_RANK_WORD2 = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def decode(raw: bytes) -> TensorMap:
         raise UnsupportedError(f"TMA descriptor: rank {rank}, element type {element}; word 2 is {flags:#010x}")
     if (flags >> 11) & 3:
         raise UnsupportedError(f"TMA descriptor: interleave {(flags >> 11) & 3}; word 2 is {flags:#010x}")
+    if flags & ~(_KNOWN_WORD2 | _RANK_WORD2) != _CONSTANT_WORD2 or w[13] & 0xFFFFFF or w[15]:
+        raise UnsupportedError(f"TMA descriptor: bits of unknown meaning in words 2, 13, 15: {flags:#010x}, {w[13]:#010x}, {w[15]:#010x}")
     size = ELEMENT_BYTES[element]
     strides = [size] + [(w[3 + i] | ((w[7] >> (4 * i)) & 15) << 32) << 4 for i in range(rank - 1)]
     box = [w[13] >> 24] + [(w[14] >> (8 * i)) & 255 for i in range(4)]

@@ -334,7 +334,8 @@ def _store(g: Any, I: Instr, lane: int) -> None:
         token = g.cluster.checker.issue_in_group(g, I, _groups(g, lane).open)
         g.cluster.checker.shared_chunks(token, shared, b.chunk, write=False)
     kind = next((x for x in ("add", "min", "max", "and", "or") if x in I.parts), None)
-    if kind is not None and t.element not in _DTYPE_OF_ELEMENT:
+    # CuTe writes code 2 for signed and unsigned words alike
+    if kind is not None and (t.element not in _DTYPE_OF_ELEMENT or (t.element == 2 and kind in ("min", "max"))):
         raise I.unsupported(f"TMA reduction of element type {t.element}")
 
     def action() -> None:
