@@ -335,6 +335,7 @@ def _quiet() -> None:
 def _leave_with_parent() -> None:
     """End this process when its parent is gone, killed for one: a run that nobody waits for would hold a core for minutes."""
     parent = torch.multiprocessing.parent_process()
+    assert parent is not None, "only a worker process has a parent to leave with"
 
     def watch() -> None:
         parent.join()
