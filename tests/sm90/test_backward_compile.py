@@ -43,7 +43,9 @@ def test_shared_memory_fits():
     from lp_fa4.sm90.backward_main import A_STAGES, B_STAGES, REGISTERS, STAGING, THREADS
 
     for d in (64, 128):
-        codes = A_STAGES * 2 * QUERY_TILE * d + B_STAGES * 2 * QUERY_TILE * d + 2 * 2 * KEY_TILE * d + KEY_TILE * d + 2 * QUERY_TILE * KEY_TILE
+        codes = (
+            A_STAGES * 2 * QUERY_TILE * d + B_STAGES * 2 * QUERY_TILE * d + 2 * 2 * KEY_TILE * d + KEY_TILE * d + 2 * QUERY_TILE * KEY_TILE
+        )
         small = 4 * STAT_FLOATS * A_STAGES + 8 * STAGING * d + 2048
         assert codes + small <= 227 * 1024
     # setmaxnreg deals out the registers of the launch (168 a thread): a split past them never returns

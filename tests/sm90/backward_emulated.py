@@ -1,0 +1,64 @@
+"""Run the backward's kernels in the emulator on one small problem and compare with the reference.
+
+    python -m tests.sm90.backward_emulated '{"lengths": [100, 31], "queries": 70}' [SCHEDULE:SEED ...]
+
+Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``deterministic``, ``growth`` (dO times growth every 40
+rows). Prints one JSON line a schedule: relative differences to the reference. A process of its own: the emulated architecture is fixed at
+import.
+"""
+
+import dataclasses
+import json
+import sys
+from unittest import mock
+
+import torch
+
+from lp_fa4 import reference
+from tests.emulator import api
+from tests.gpu import problems
+
+MULTIPROCESSORS = 3
+
+
+def relative(ours, theirs) -> float:
+    """Frobenius difference of two gradients, MXFP8 or not."""
+    a, b = (x.dequantize() if hasattr(x, "dequantize") else x.float() for x in (ours, theirs))
+    assert bool(torch.isfinite(a).all())
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def main(text: str, schedules: list[str]) -> None:
+    fields = json.loads(text)
+    grads, deterministic, growth = fields.pop("grads", "bf16"), fields.pop("deterministic", False), fields.pop("growth", 1.0)
+    problems.DEVICE = torch.device("cpu")
+    case = problems.Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    p = case.make()
+    p = dataclasses.replace(p, config=p.config.with_(grad_format=grads))
+    result = reference.forward(p)
+    size = growth ** (torch.arange(p.rows) // 40).float()
+    dout = (torch.randn(p.rows, p.heads, p.head_dim, generator=torch.Generator().manual_seed(5)) * size[:, None, None]).bfloat16()
+    theirs = reference.backward(p, result, dout)
+
+    def call():
+        from lp_fa4.sm90 import backward as module
+        from lp_fa4.sm90 import recode
+
+        with (
+            mock.patch.object(module, "arch_of", lambda device: "sm_90a"),
+            mock.patch.object(recode, "arch_of", lambda device: "sm_90a"),
+            mock.patch.object(module, "multiprocessors", lambda device: MULTIPROCESSORS),
+        ):
+            return module.backward(p, result, dout, deterministic=deterministic)
+
+    for name in schedules:
+        kind, _, seed = name.partition(":")
+        ours, run = api.call_under(call, "sm_90a", api.Schedule(kind, int(seed or 0)), check=True)
+        report = {n: relative(getattr(ours, n), getattr(theirs, n)) for n in ("dq", "dk", "dv")}
+        if ours.dv_mean is not None:
+            report["dv_mean"] = relative(ours.dv_mean, theirs.dv_mean)
+        print(json.dumps({"schedule": name, "steps": run.steps, **report}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:] or ["eager"])

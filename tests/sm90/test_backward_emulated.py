@@ -1,0 +1,35 @@
+"""The Hopper backward executed from its PTX, with the race checker on: pre-pass, main kernel, post-pass against the reference.
+
+The differences allowed are those of another exponent under the same rounding: a power of two changes an E4M3 code only where it becomes
+subnormal. Rounded to MXFP8 again, a gradient may fall on the other side of a tie.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
+pytestmark = pytest.mark.emulator
+
+CASES = {
+    "module, two heads": dict(lengths=[100, 0, 140], queries=70),
+    "jagged, MXFP8, slack": dict(lengths=[130, 5], queries=[3, 200], heads=1, kv_heads=1, shared=False, grads="mxfp8", slack=17),
+    "causal, square blocks": dict(lengths=[150, 40], queries=[150, 70], heads=1, kv_heads=1, shared=False, causal=True, block=[32, 32]),
+    "grouped heads": dict(lengths=[130, 5], queries=70, heads=2, kv_heads=1, shared=False),
+    "head 64, scale of dS moves": dict(lengths=[150], queries=150, heads=1, kv_heads=1, dim=64, growth=8.0),
+}
+ALLOWED = {"bf16": 2e-3, "mxfp8": 5e-3}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(name):
+    command = [sys.executable, "-m", "tests.sm90.backward_emulated", json.dumps(CASES[name]), "pct:1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == 1
+    for key, value in reports[0].items():
+        if key not in ("schedule", "steps"):
+            assert value <= ALLOWED[CASES[name].get("grads", "bf16")], (key, reports[0])
