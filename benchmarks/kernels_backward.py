@@ -99,7 +99,7 @@ def statistics_of(p: AttentionProblem, dout: Tensor, keys: int) -> ForwardResult
 
 def verify(shape: Shape, grads: str) -> None:
     """A small problem of this kind must agree with the reference (the rounding of a gradient's own format allowed)."""
-    from lp_fa4.sm90.backward import backward
+    from lp_fa4.sm90.backward_host import backward
 
     p, dout, _ = problem(shape.small(), grads)
     result = reference.forward(p)
@@ -135,7 +135,7 @@ def baseline(shape: Shape, p: AttentionProblem) -> Callable[[], object]:
 
 def measure(name: str, rounds: int = 10) -> list[dict]:
     """Rows of one shape: variant, median milliseconds, TFLOP/s, ratio to flash-attn-4."""
-    from lp_fa4.sm90.backward import backward
+    from lp_fa4.sm90.backward_host import backward
 
     shape = SHAPES[name]
     variants: dict[str, Callable[[], object]] = {}

@@ -3,16 +3,19 @@
 This module imports nothing heavy; ``cutlass`` is loaded by the first call that needs a kernel.
 """
 
-from lp_fa4.problem import AttentionProblem, ForwardResult
+from torch import Tensor
 
-__all__ = ["forward", "prepare", "unsupported"]
+from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
+
+__all__ = ["backward", "forward", "prepare", "unsupported"]
 
 
 def unsupported(features) -> str:
     """Why these kernels cannot serve a call with ``lp_fa4.dispatch.Features``, "" if they can."""
+    from lp_fa4.sm90.backward_host import reason_against_backward
     from lp_fa4.sm90.forward_host import reason_against
 
-    return reason_against(features)
+    return reason_against(features) or (reason_against_backward(features.head_dim, features.config) if features.backward else "")
 
 
 def forward(problem: AttentionProblem) -> ForwardResult:
@@ -20,6 +23,15 @@ def forward(problem: AttentionProblem) -> ForwardResult:
     from lp_fa4.sm90.forward_host import forward as run
 
     return run(problem)
+
+
+def backward(
+    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+) -> Gradients:
+    """Attention backward; signature and results of ``lp_fa4.reference.backward``, dout in BF16."""
+    from lp_fa4.sm90.backward_host import backward as run
+
+    return run(problem, result, dout, deterministic=deterministic, dlse=dlse)
 
 
 def prepare(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale):

@@ -29,7 +29,7 @@ def gradient(p, seed=0, mean=0.0, scale=None):
 
 def run(p, result, dout, **kwargs):
     """Backward on dirty memory."""
-    from lp_fa4.sm90.backward import backward
+    from lp_fa4.sm90.backward_host import backward
 
     poison()
     return backward(p, result, dout, **kwargs)
@@ -308,7 +308,7 @@ def test_no_host_read_and_one_compilation():
     count = compile_count()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        from lp_fa4.sm90.backward import backward
+        from lp_fa4.sm90.backward_host import backward
 
         for p, result, dout in prepared:
             backward(p, result, dout)
@@ -319,7 +319,7 @@ def test_no_host_read_and_one_compilation():
 
 def test_graph_replay_with_other_lengths():
     """A captured backward serves other lengths in the same buffers."""
-    from lp_fa4.sm90.backward import backward
+    from lp_fa4.sm90.backward_host import backward
 
     p = Case((200, 30, 0, 26), queries=64).make(16)
     result, dout = reference.forward(p), gradient(p)

@@ -41,7 +41,7 @@ def main(text: str, schedules: list[str]) -> None:
     theirs = reference.backward(p, result, dout)
 
     def call():
-        from lp_fa4.sm90 import backward as module
+        from lp_fa4.sm90 import backward_host as module
         from lp_fa4.sm90 import recode
 
         with (

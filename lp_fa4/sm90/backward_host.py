@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
+from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows, scale_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
@@ -21,22 +22,31 @@ SHARED_REPLICAS = 8
 """Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
 
 
-def unsupported_backward(problem: AttentionProblem) -> str | None:
-    """Why this problem's backward cannot run here, in words, or None."""
-    config = problem.config
-    if problem.head_dim not in HEAD_DIMS:
-        return f"head_dim is {problem.head_dim}; the Hopper kernels serve {', '.join(map(str, HEAD_DIMS))}"
-    if problem.q_mean is not None:
-        return "q_mean is given; only the reference adds its scores"
-    if problem.softmax_scale is None or not problem.softmax_scale >= 0.0:
-        return f"softmax_scale is {problem.softmax_scale}; the Hopper kernels need one of at least 0"
+def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
+    """Why these kernels cannot serve a backward with this head dimension and these choices, in words; "" if they can."""
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim is {head_dim}; the Hopper kernels serve {', '.join(map(str, HEAD_DIMS))}"
     required: dict[str, object] = dict(dq_dtype=torch.float32, round_p=True, round_do=True, round_ds=True)
     if config.grad_format == "mxfp8":
         required["grad_block"] = (32, 32)
     for name, value in required.items():
         if getattr(config, name) != value:
             return f"config.{name} is {getattr(config, name)}; the Hopper backward serves {value}"
-    return None
+    return ""
+
+
+def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> None:
+    reason = reason_against_backward(problem.head_dim, problem.config)
+    if reason:
+        raise ValueError(reason)
+    if problem.q_mean is not None:
+        raise ValueError("q_mean is given; only the reference adds its scores")
+    if problem.softmax_scale is None or not 0.0 <= problem.softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale is {problem.softmax_scale}; the Hopper kernels need a finite one of at least 0")
+    if list(dout.shape) != list(result.out.shape):
+        raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
+    if dout.dtype != torch.bfloat16:
+        raise ValueError(f"dout has dtype {dout.dtype}; the Hopper backward takes torch.bfloat16")
 
 
 def backward(
@@ -52,13 +62,7 @@ def backward(
 
     Raises: ``ValueError`` for what these kernels do not serve.
     """
-    reason = unsupported_backward(problem)
-    if reason is not None:
-        raise ValueError(reason)
-    if list(dout.shape) != list(result.out.shape):
-        raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
-    if dout.dtype != torch.bfloat16:
-        raise ValueError(f"dout has dtype {dout.dtype}; the Hopper backward takes torch.bfloat16")
+    _check(problem, result, dout)
     p, config, device = problem, problem.config, problem.device
     mxfp8 = config.grad_format == "mxfp8"
     if p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0:
