@@ -21,7 +21,7 @@ class ForwardSpec:
         shared: one set of queries for every sequence.
         key_scale, value_scale: keys under one exponent: 0 (static), 128 or 32.
         query_static: one exponent for all queries.
-        split_keys: keys per split, 0 for none.
+        split_keys: keys per split, 0 for none; then the kernel writes partial results for ``forward_merge``.
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
         stages: K and V^T tiles in flight.
         registers: of a consumer and of a producer thread.
@@ -46,6 +46,11 @@ class ForwardSpec:
         assert not (self.centred and self.causal), "causal rows have no common sum of V"
 
     @property
+    def resumes(self) -> bool:
+        """Whether a later split first looks at tile 0: all splits must share the centre, the mean of its scores."""
+        return self.split_keys > 0 and self.centred
+
+    @property
     def vectors(self) -> int:
         """FP32 vectors of length ``head_dim`` that travel with a query tile: the sums, then the mean of V."""
-        return int(self.centred) + int(self.mean)
+        return int(self.centred) + int(self.mean) if self.split_keys == 0 else 0

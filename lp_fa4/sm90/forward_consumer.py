@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import exponent_of_byte, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
-from lp_fa4.sm90.forward_epilogue import finish
+from lp_fa4.sm90.forward_epilogue import finish, finish_split
 from lp_fa4.sm90.forward_producer import key_tiles
 from lp_fa4.sm90.forward_softmax import (
     RowState,
@@ -130,7 +130,14 @@ def first_tile(spec: cutlass.Constexpr, c, scores, scale, exponents, item, tile:
     masked = (tile + 1) * KEY_TILE > lowest
     if masked:
         mask_scores(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
-    start_state(spec, scores, c.state, scale, exponents, item[6])
+    if const_expr(spec.resumes):
+        if item[7] > 0:
+            for r in cutlass.range_constexpr(2):
+                move_reference(spec, scores, c.state, scale, exponents, r)
+        else:
+            start_state(spec, scores, c.state, scale, exponents, item[6])
+    else:
+        start_state(spec, scores, c.state, scale, exponents, item[6])
     exponentiate(spec, scores, c.codes, c.state, scale, exponents, None)
     if const_expr(spec.centred):  # noqa: SIM102 (the outer one is resolved at compile time)
         if masked:
@@ -158,6 +165,9 @@ def next_tile(spec: cutlass.Constexpr, t, s, bars, mma, c, tile: Int32, limits, 
     release(bars.k_empty + ki)
     limit0, limit1, _ = limits
     if const_expr(masked):
+        if const_expr(spec.causal):  # read again: they would hold registers all through the loop over whole tiles
+            item = s.item[None, qi]
+            limit0, limit1 = tile_limits(spec, item[2] + c.row, item[4], item[6])
         mask_scores(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
     before = cute.make_rmem_tensor(2, Float32)
     before[0], before[1] = c.state.alpha[0], c.state.alpha[1]
@@ -187,6 +197,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
     p_frag = mma.pv.make_fragment_A(mma.pv.partition_shape_A((QUERY_TILE, KEY_TILE)))
     c = Bundle(
         wg=wg,
+        row=row_in_tile,
         column=2 * (tid % 4),
         q=qk.make_fragment_A(qk.partition_A(s.q)),
         k=qk.make_fragment_B(qk.partition_B(s.k)),
@@ -209,6 +220,20 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         first, tiles, limit0, limit1, lowest, factor = start_item(spec, t, item, row_in_tile, wg)
         limits = (limit0, limit1, lowest)
         total.fill(0.0)
+        if const_expr(spec.resumes):  # noqa: SIM102
+            if item[7] > 0:
+                cute.arch.mbarrier_wait(bars.k_full + ki, kp)
+                scores = cute.make_rmem_tensor(score_shape, Float32)
+                issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
+                scale, exponents = factors_of(spec, factor, s.exponents, ki)
+                warpgroup.wait_group(0)
+                release(bars.k_empty + ki)
+                start_state(spec, scores, c.state, scale, exponents, item[6])
+                cute.arch.mbarrier_wait(bars.v_full + ki, kp)
+                release(bars.v_empty + ki)
+                ki = ki + 1
+                if ki == spec.stages:
+                    ki, kp = Int32(0), kp ^ 1
         cute.arch.mbarrier_wait(bars.k_full + ki, kp)
         scores = cute.make_rmem_tensor(score_shape, Float32)
         issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
@@ -231,7 +256,10 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         if ki == spec.stages:
             ki, kp = Int32(0), kp ^ 1
         add_partial(spec, total, partial, c.state.alpha)
-        finish(spec, t, s, mma, total, c.state, item, qi)
+        if const_expr(spec.split_keys > 0):
+            finish_split(spec, t, total, c.state, item, row_in_tile, c.column)
+        else:
+            finish(spec, t, s, mma, total, c.state, item, qi)
         release(bars.q_empty + qi)
         qi = qi + 1
         if qi == 2:

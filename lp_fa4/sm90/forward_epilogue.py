@@ -136,6 +136,33 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: 
 
 
 @cute.jit
+def finish_split(spec: cutlass.Constexpr, t, total: cute.Tensor, state, item, row_in_tile: Int32, column: Int32):
+    """A split's part of its rows, relative to each row's reference: O in FP32, sum, reference, maximum and mean."""
+    head, queries = item[1], item[4]
+    slot = item[5] // spec.split_keys + item[0] + item[7]
+    factor = Float32(2.0**-spec.p_scale_log2)
+    scale = factor
+    if const_expr(spec.value_scale == 0):
+        scale = scale * scale_of_byte(item[FIELDS + 2])
+    parts, stats = t.parts, t.part_stats
+    for r in cutlass.range_constexpr(2):
+        maximum, value = quad_max(state.maximum[r]), quad_sum(state.sum[r]) * factor
+        row = item[2] + row_in_tile + 8 * r
+        if row < queries:
+            if column == 0:
+                stats[0, slot, head, row], stats[1, slot, head, row] = value, state.reference[r]
+                stats[2, slot, head, row] = maximum
+                stats[3, slot, head, row] = state.mean[r] if const_expr(spec.centred) else Float32(0.0)
+            for j in cutlass.range_constexpr(spec.head_dim // 8):
+                pair = cute.make_rmem_tensor(2, Float32)
+                for c in cutlass.range_constexpr(2):
+                    pair[c] = total[c + 2 * r + 4 * j] * scale
+                pointer = parts.iterator + cute.crd2idx((slot, head, row, 8 * j + column), parts.layout)
+                target = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=8)
+                cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
+
+
+@cute.jit
 def load_pair(vectors: cute.Tensor, column: Int32, which: cutlass.Constexpr, stage: Int32, pair: cute.Tensor):
     """Two neighbouring FP32 of a vector in shared memory."""
     pointer = vectors.iterator + cute.crd2idx((column, which, stage), vectors.layout)

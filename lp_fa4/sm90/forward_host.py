@@ -9,12 +9,15 @@ from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, multiproc
 from lp_fa4.config import LOG2_E
 from lp_fa4.dispatch import Features
 from lp_fa4.mx import MXTensor
+from lp_fa4.mx.layout import group_rows
 from lp_fa4.ops import problem_features
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from lp_fa4.sm90.forward_config import QUERY_TILE, ForwardSpec
 from lp_fa4.sm90.operands import MXTensorWithCopy
 
 HEAD_DIMS = (64, 128)
+FEW_QUERIES, SPLIT_KEYS = 64, 1024
+"""Up to so many queries a sequence's keys are split, so that one long sequence occupies the whole device."""
 _FIELDS = 8
 
 
@@ -28,6 +31,8 @@ def _compile_forward(arch: str, spec: ForwardSpec):
     heads, kv_heads, batch, rows = (symbol() for _ in range(4))
     scales = [fake("uint8", (symbol(), kv_heads), align=1) for _ in range(2)]
     vectors = fake("float32", (batch, kv_heads, d), compact=True)
+    whole = spec.split_keys == 0
+    slots, queries = symbol(), symbol()
     out = fake("bfloat16", (rows, heads, d), compact=True)
     stats = fake("float32", (heads, rows), align=4, compact=True)
     return build(
@@ -38,13 +43,13 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         fake("uint8", (kv_heads, d, symbol(32)), compact=True),
         fake("uint8", (symbol(), heads), align=1),
         *scales,
-        vectors if spec.centred else None,
-        vectors if spec.mean else None,
-        out,
-        out if spec.mean else None,
-        stats,
-        stats,
-        stats,
+        vectors if whole and spec.centred else None,
+        vectors if whole and spec.mean else None,
+        out if whole else None,
+        out if whole and spec.mean else None,
+        *([stats] * 3 if whole else [None] * 3),
+        None if whole else fake("float32", (slots, heads, queries, d), compact=True),
+        None if whole else fake("float32", (4, slots, heads, queries), align=4, compact=True),
         fake("int32", (symbol(), _FIELDS), compact=True),
         fake("int32", (symbol(),), align=4),
         Float32(1.0),
@@ -101,6 +106,13 @@ def token_blocks(x: MXTensor, offsets: Tensor) -> tuple[Tensor, Tensor, int]:
     return _aligned(x.codes), x.scale_bytes[..., 0].contiguous(), x.block[0]
 
 
+def split_keys_of(problem: AttentionProblem) -> int:
+    """Keys per split, 0 for none: decided by the number of queries alone, so that a sequence's result is bitwise the same
+    whatever else the batch holds."""
+    few = problem.queries is not None and problem.queries <= FEW_QUERIES
+    return SPLIT_KEYS if few and not problem.causal else 0
+
+
 def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpec:
     query, key, value = blocks
     return ForwardSpec(
@@ -113,6 +125,7 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpe
         key_scale=key,
         value_scale=value,
         query_static=query == 0,
+        split_keys=split_keys_of(problem),
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
     )
@@ -175,10 +188,19 @@ def forward(problem: AttentionProblem) -> ForwardResult:
         queries=problem.queries,
         shared_q=problem.shared_q,
         query_tile=QUERY_TILE,
+        split_keys=spec.split_keys,
     )
     result = _outputs(problem, filled=problem.queries is None)
     ctas = min(multiprocessors(device), records.shape[0])
     assert problem.softmax_scale is not None
+    whole = spec.split_keys == 0
+    parts = part_stats = None
+    if not whole:
+        assert problem.queries is not None
+        shape = (group_rows(problem.tokens, batch, spec.split_keys), problem.heads, problem.queries)
+        parts = torch.empty(*shape, problem.head_dim, dtype=torch.float32, device=device)
+        part_stats = torch.empty(4, *shape, dtype=torch.float32, device=device)
+    outputs = [result.out, result.centred_out if spec.mean else None, result.lse, result.row_max, result.row_sum]
     launch(
         _compile_forward(arch_of(device), spec),
         device,
@@ -188,17 +210,19 @@ def forward(problem: AttentionProblem) -> ForwardResult:
         q_scale,
         k_scale,
         v_scale,
-        problem.v_sum if spec.centred else None,
-        problem.v_mean,
-        result.out,
-        result.centred_out if spec.mean else None,
-        result.lse,
-        result.row_max,
-        result.row_sum,
+        problem.v_sum if whole and spec.centred else None,
+        problem.v_mean if whole else None,
+        *(outputs if whole else [None] * 5),
+        parts,
+        part_stats,
         records,
         state,
         problem.softmax_scale * LOG2_E,
         ctas,
         0,
     )
+    if not whole:
+        from lp_fa4.sm90.forward_merge import merge
+
+        merge(spec, offsets_k, parts, part_stats, problem.v_sum if spec.centred else None, problem.v_mean, result)
     return result

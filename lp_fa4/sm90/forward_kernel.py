@@ -63,6 +63,8 @@ class Forward:
         lse: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
+        parts: cute.Tensor,
+        part_stats: cute.Tensor,
         records: cute.Tensor,
         state: cute.Tensor,
         scale_log2: Float32,
@@ -92,14 +94,16 @@ class Forward:
             rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
             return cpasync.make_tiled_tma_atom(store, rows, first_stage(l_o), (64, d))
 
-        o_atom, t_o = result(out)
-        c_atom, t_c = result(centred) if const_expr(spec.mean) else (o_atom, t_o)
+        whole = const_expr(spec.split_keys == 0)
+        o_atom, t_o = result(out) if whole else (q_atom, t_q)
+        c_atom, t_c = result(centred) if const_expr(whole and spec.mean) else (o_atom, t_o)
         mma_qk, mma_pv = tiled_mma(KEY_TILE, 2, False), tiled_mma(d, 2, True)
         mma_out = tiled_mma(d, 1, True)
         self.kernel(
             mma_qk, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
             q_scale, k_scale, v_scale, v_sum, v_mean,
-            out, centred, lse, maximum, total, records, state, scale_log2, zero, l_q, l_k, l_v, l_o,
+            out, centred, lse, maximum, total, parts, part_stats,
+            records, state, scale_log2, zero, l_q, l_k, l_v, l_o,
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -128,6 +132,8 @@ class Forward:
         lse: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
+        parts: cute.Tensor,
+        part_stats: cute.Tensor,
         records: cute.Tensor,
         state: cute.Tensor,
         scale_log2: Float32,
@@ -189,9 +195,9 @@ class Forward:
         t = Bundle(
             q_atom=q_atom, q=t_q, k_atom=k_atom, k=t_k, v_atom=v_atom, v=t_v,
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-            vectors=([v_sum] if spec.centred else []) + ([v_mean] if spec.mean else []),
+            vectors=[x for x in (v_sum, v_mean) if x is not None],
             out=(o_atom, t_o, out), centred=(c_atom, t_c, centred), lse=lse, maximum=maximum, sum=total,
-            records=records, state=state, scale_log2=scale_log2, zero=zero,
+            parts=parts, part_stats=part_stats, records=records, state=state, scale_log2=scale_log2, zero=zero,
         )  # fmt: skip
         if warp < 4:
             cute.arch.setmaxregister_decrease(spec.registers[1])

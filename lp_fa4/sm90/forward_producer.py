@@ -118,8 +118,13 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
             qi, qp = Int32(0), qp ^ 1
         if lane == 0:  # drawn early: the next item's number arrives while this one's tiles are loaded
             index = cute.arch.atomic_add(t.state.iterator + 1, Int32(1), sem="relaxed", scope="gpu")
-        for i in cutlass.range(tiles, unroll=1):
-            tile = first + i
+        extra = Int32(0)
+        if const_expr(spec.resumes):
+            extra = Int32(1) if split > 0 else Int32(0)
+        for i in cutlass.range(tiles + extra, unroll=1):
+            tile = first + i - extra
+            if const_expr(spec.resumes):
+                tile = Int32(0) if i < extra else tile
             key_word, value_word = Int32(0), Int32(0)
             if const_expr(spec.key_scale > 0):
                 key_word = scale_word(spec.key_scale, t.k_scale, kv_head, scale_row, tile, last_row)

@@ -1,0 +1,241 @@
+"""``python -m benchmarks kernels``: attention kernels against their limits and against what a user could install instead.
+
+Every shape is checked first (a few rows against FP64), then all variants are timed in turn in one process, queued behind one
+another so that host time does not count, on random data. The result names each variant's share of the nearer limit: MMA (FP8
+peak), exp2 (16 a clock and multiprocessor) or memory (operands read once, results written once).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.config import UserError, parse_command_line, setting
+from benchmarks.harness import format_table, pick_device, say, time_interleaved, write_record
+
+FP8_FLOPS_PER_CLOCK = 8192
+"""Dense FP8 operations of one Hopper multiprocessor a clock."""
+EXP2_PER_CLOCK = 16
+CLOCK_HZ = 1.755e9
+"""What an H200 holds under these loads; limits are stated at it, not measured."""
+MEMORY_BYTES_PER_SECOND = 4.2e12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem."""
+
+    name: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int = 128
+    jagged: bool = False
+    shared: bool = True
+    causal: bool = False
+
+    def lengths(self) -> list[int]:
+        """Keys per sequence; jagged: uniform in 1 … keys, a fixed seed."""
+        if not self.jagged:
+            return [self.keys] * self.batch
+        draw = torch.rand(self.batch, generator=torch.Generator().manual_seed(1))
+        return torch.clamp((draw * self.keys).long(), 1, self.keys).tolist()
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """int32 ``[batch + 1]`` of the keys."""
+        return torch.tensor([0, *self.lengths()]).cumsum(0).to(torch.int32).to(device)
+
+    def flops(self) -> float:
+        """Of the two products of a forward; half for a causal square."""
+        full = 4.0 * self.queries * sum(self.lengths()) * self.heads * self.head_dim
+        return full / 2 if self.causal else full
+
+    def limits(self, multiprocessors: int) -> dict[str, float]:
+        """Milliseconds at each limit."""
+        clocks = multiprocessors * CLOCK_HZ
+        scores = self.flops() / (4.0 * self.head_dim)
+        keys = 2 * sum(self.lengths()) * self.heads * self.head_dim
+        outputs = 2 * self.batch * self.queries * self.heads * self.head_dim
+        return {
+            "mma": self.flops() / (FP8_FLOPS_PER_CLOCK * clocks) * 1e3,
+            "exp2": scores / (EXP2_PER_CLOCK * clocks) * 1e3,
+            "memory": (keys + outputs) / MEMORY_BYTES_PER_SECOND * 1e3,
+        }
+
+
+SHAPES = {
+    s.name: s
+    for s in (
+        Shape("pma_4096_jagged", 768, 3, 512, 4096, jagged=True),
+        Shape("pma_4096", 768, 3, 512, 4096),
+        Shape("pma_8192_jagged", 384, 3, 512, 8192, jagged=True),
+        Shape("pma_8192", 384, 3, 512, 8192),
+        Shape("pma_16384_jagged", 384, 3, 512, 16384, jagged=True),
+        Shape("llm_8192", 4, 16, 8192, 8192, shared=False),
+        Shape("llm_8192_causal", 4, 16, 8192, 8192, shared=False, causal=True),
+        Shape("few_queries", 1, 16, 8, 16384),
+    )
+}
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """What to time."""
+
+    shapes: list[str] = setting(help="names of benchmarks.kernels.SHAPES", factory=lambda: ["pma_4096_jagged", "pma_4096", "llm_8192"])
+    baselines: list[str] = setting(help="flash_attn_4, cudnn_fp8", factory=lambda: ["flash_attn_4", "cudnn_fp8"])
+    rounds: int = setting(12, help="timed rounds")
+    seconds: float = setting(0.0, help="stop starting new shapes after this many seconds; 0 for never")
+    device: str = setting("auto", help="where to run")
+    out: Path = setting(Path("out/kernels"), help="folder of the JSON record")
+
+
+def problem_of(shape: Shape, device: torch.device, block: int = 0) -> Any:
+    """Random operands with one static exponent (``block`` 0) or one per ``block`` keys, centred, a mean of V to add; V's transposed
+    copy is made."""
+    from lp_fa4.config import AttentionConfig
+    from lp_fa4.mx import MXTensor, scale_rows
+    from lp_fa4.problem import AttentionProblem
+    from lp_fa4.sm90.operands import MXTensorWithCopy
+    from lp_fa4.sm90.transpose import transposed_copy
+
+    offsets = shape.offsets(device)
+    tokens, d = sum(shape.lengths()), shape.head_dim
+    offsets_q = None if shape.shared else torch.arange(shape.batch + 1, device=device, dtype=torch.int32) * shape.queries
+
+    def operand(rows: int, places: torch.Tensor | None) -> MXTensor:
+        codes = torch.empty(rows, shape.heads, d, dtype=torch.uint8, device=device)
+        for piece in codes.split(1 << 18):
+            piece.copy_(torch.randn(piece.shape, device=device).to(torch.float8_e4m3fn).view(torch.uint8))
+        grid = 1 if block == 0 else scale_rows(rows, places)
+        scale = torch.full((grid, shape.heads, 1), 127, dtype=torch.uint8, device=device)
+        return MXTensor.from_bytes(codes, scale, (block, d), places, 0)
+
+    q = operand(shape.queries * (1 if shape.shared else shape.batch), offsets_q)
+    k, v = operand(tokens, offsets), operand(tokens, offsets)
+    v = MXTensorWithCopy(v.payload, v.scale, v.block, v.offsets, 0, transposed_copy(v.codes, offsets, "accumulator"))
+    vectors = None if shape.causal else torch.randn(shape.batch, shape.heads, d, device=device)
+    sums = None
+    if not shape.causal:
+        sums = torch.zeros(shape.batch, shape.heads, d, device=device)
+        sequence = torch.repeat_interleave(torch.arange(shape.batch, device=device), torch.tensor(shape.lengths(), device=device))
+        for rows, index in zip(v.payload.split(1 << 18), sequence.split(1 << 18), strict=True):
+            sums.index_add_(0, index, rows.float())
+    centred = not shape.causal
+    return AttentionProblem(
+        q,
+        k,
+        v,
+        offsets_q=offsets_q,
+        offsets_k=offsets,
+        shared_q=shape.shared,
+        causal=shape.causal,
+        v_mean=vectors,
+        v_sum=sums,
+        config=AttentionConfig(center_p=centred, center_p_backward=centred),
+    )
+
+
+def checked(shape: Shape, problem: Any, result: Any) -> float:
+    """Relative error of the last sequence's last head against FP64; refuses a wrong result before it is timed."""
+    b, h = shape.batch - 1, shape.heads - 1
+    lo, hi = problem.offsets_k[-2].item(), problem.offsets_k[-1].item()
+    q = problem.q.payload[-shape.queries :, h].double()
+    k, v = (x.payload[lo:hi, h].double() for x in (problem.k, problem.v))
+    s = q @ k.t() / shape.head_dim**0.5
+    if shape.causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
+    truth = torch.softmax(s, -1) @ v
+    if problem.v_mean is not None:
+        truth = truth + problem.v_mean[b, h].double()
+    error = float((result.out[-shape.queries :, h].double() - truth).norm() / truth.norm())
+    if not error < 0.05:
+        raise RuntimeError(f"{shape.name}: relative error {error:.3g} against FP64; a wrong kernel is not timed")
+    return error
+
+
+def variants_of(shape: Shape, device: torch.device, baselines: Sequence[str]) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
+    """Name to call, and notes (error, what a baseline refused)."""
+    from benchmarks import kernels_baselines
+    from lp_fa4.sm90.forward_host import forward
+
+    problem = problem_of(shape, device)
+    notes: dict[str, Any] = {"relative_error": checked(shape, problem, forward(problem))}
+    variants: dict[str, Callable[[], Any]] = {"lp_fa4 static": lambda: forward(problem)}
+    if not shape.shared:
+        tiles = problem_of(shape, device, 128)
+        variants["lp_fa4 (128, D)"] = lambda: forward(tiles)
+        from lp_fa4 import flash_attn_func
+
+        q, k, v = (
+            torch.randn(shape.batch, n, shape.heads, shape.head_dim, device=device, dtype=torch.bfloat16)
+            for n in (shape.queries, shape.keys, shape.keys)
+        )
+
+        def drop_in() -> Any:
+            with torch.no_grad():
+                return flash_attn_func(q, k, v, causal=shape.causal, backend="sm90")
+
+        variants["lp_fa4 drop-in, BF16 in"] = drop_in
+    for name in baselines:
+        try:
+            call = getattr(kernels_baselines, name)(shape, device)
+            call()
+            torch.cuda.synchronize(device)
+            variants[name] = call
+        except Exception as error:  # a baseline may be absent or refuse the shape; that is a result
+            notes[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            say(f"{shape.name}: {name} refused: {notes[name][:120]}")
+    return variants, notes
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command."""
+    config = parse_command_line(KernelsConfig, argv, "kernels", "Attention kernels against their limits and against other libraries.")
+    device = pick_device(config.device)
+    if device.type != "cuda":
+        raise UserError(f"device = {config.device!r}: kernels are timed on a CUDA device")
+    unknown = [name for name in config.shapes if name not in SHAPES]
+    if unknown:
+        raise UserError(f"shapes = {unknown}: known are {', '.join(SHAPES)}")
+    start, results, table = time.monotonic(), [], []
+    path = config.out / "forward.json"
+    for name in config.shapes:
+        if config.seconds and time.monotonic() - start > config.seconds:
+            say(f"{name}: not started, {config.seconds:g} s are over")
+            continue
+        shape = SHAPES[name]
+        variants, notes = variants_of(shape, device, config.baselines)
+        timings = time_interleaved(variants, device, warmup=2, rounds=config.rounds)
+        limits = shape.limits(torch.cuda.get_device_properties(device).multi_processor_count)
+        nearest = max(limits, key=lambda k: limits[k])
+        for variant, timing in timings.items():
+            tflops = shape.flops() / timing.median / 1e9
+            share = limits[nearest] / timing.median if variant.startswith("lp_fa4") else None
+            results.append(
+                {
+                    "shape": name,
+                    "variant": variant,
+                    "ms": timing,
+                    "tflops": tflops,
+                    "limits_ms": limits,
+                    "share_of_limit": share,
+                    "notes": notes,
+                }
+            )
+            percent = None if share is None else f"{100 * share:.0f}% ({nearest})"
+            table.append([name, variant, f"{timing.median:.3f}", f"{tflops:.0f}", percent])
+        write_record(path, "kernels", config, results, device)
+        del variants
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    print(format_table(["shape", "variant", "ms", "TFLOP/s", "share of limit"], table))
+    print(f"\nwritten: {path}")
+    return 0

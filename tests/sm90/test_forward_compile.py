@@ -1,0 +1,87 @@
+"""What ptxas makes of the Hopper forward and its companions, on a machine without a GPU.
+
+The loop over whole tiles must stay what it was tuned to be: no spill, no serialized wgmma (ptxas then waits after every product, and
+no message shows), no byte permutes between the scores and the FP8 operand, one exponential a score.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
+pytest.importorskip("triton", reason="its package carries the disassembler")
+
+VARIANTS = [
+    {"head_dim": 128},
+    {"head_dim": 128, "centred": False, "mean": False, "causal": True, "shared": False, "group": 4},
+    {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False},
+    {"head_dim": 128, "key_scale": 32, "value_scale": 32, "query_static": False, "shared": False},
+    {"head_dim": 128, "split_keys": 1024},
+    {"head_dim": 64, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False},
+]
+LOCAL_IN_LOOP = {2: 4}
+"""Exponents of V with centring need two registers more than there are: a few words are reloaded each tile."""
+LOCAL = 40
+"""Words parked outside the loop: once a work item."""
+
+
+def test_main_loop(tmp_path):
+    command = [sys.executable, "-m", "tests.sm90.forward_report", str(tmp_path), json.dumps(VARIANTS)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [r["variant"] for r in reports] == VARIANTS
+    for i, r in enumerate(reports):
+        steps = r["variant"]["head_dim"] // 32 + 4  # k-steps of Q K and of P V
+        resumes = r["variant"].get("split_keys", 0) > 0
+        assert r["products"] == 3 * steps + (steps - 4 if resumes else 0), r
+        assert r["waits"] == (7 if resumes else 6), r
+        assert r["loop_local"] <= LOCAL_IN_LOOP.get(i, 0) and r["local"] <= LOCAL, r
+        assert r["loop_exp2"] <= 64 + 16 and r["loop_conversions"] == 32, r
+        assert r["loop_shuffles"] == 4 and r["loop_permutes"] == 0, r
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_companions_compile(dtype):
+    from lp_fa4.common import sequence_vectors
+    from lp_fa4.sm90 import forward_merge, quantize, recode, transpose, worklist
+    from lp_fa4.sm90.forward_config import ForwardSpec
+
+    for dim in (64, 128):
+        for order in ("accumulator", "pairs"):
+            transpose._compile_transpose("sm_90a", dtype, dim, order)
+        for static in (False, True):
+            recode._compile_recode("sm_90a", dtype, dim, static)
+        for x in ("bfloat16", "float16", "float32"):
+            spec = quantize.QuantizeSpec(dim, x, 32, "accumulator", centred=True, sums=True, dots=True, group=2)
+            quantize._compile_quantize("sm_90a", dtype, spec)
+            sequence_vectors._compile_mean("sm_90a", x, dtype, dim)
+        sequence_vectors._compile_sum("sm_90a", dtype, dim)
+        forward_merge._compile_merge("sm_90a", dtype, ForwardSpec(dim, split_keys=1024))
+    for jagged, shared, split in ((True, False, 0), (False, True, 0), (False, False, 1024)):
+        worklist._compile_worklist("sm_90a", dtype, "int32", 128, jagged, shared, split)
+
+
+def test_shared_memory_fits():
+    """227 KB a CTA; the kernel would fail only at launch."""
+    for dim, stages in ((64, 2), (128, 2)):
+        operands = 2 * 128 * dim + stages * 2 * 128 * dim
+        staging = 4 * 64 * dim * 2
+        assert operands + staging + 2 * 2 * dim * 4 + 4096 <= 227 * 1024
+
+
+def test_compile_cache():
+    """One compilation a key; a tensor in a key is refused."""
+    import torch
+
+    from lp_fa4 import compile as c
+    from lp_fa4.common import sequence_vectors
+
+    sequence_vectors._compile_sum("sm_90a", "int32", 64)
+    before = c.compile_count()
+    sequence_vectors._compile_sum("sm_90a", "int32", 64)
+    assert c.compile_count() == before
+    with pytest.raises(TypeError, match="compile key"):
+        c.kernel_cache(lambda arch, x: x)("sm_90a", torch.zeros(1))
