@@ -68,7 +68,7 @@ def operand(rows: int, heads: int, generator: torch.Generator, size: float = 1.0
     return MXTensor.from_bytes(x.to(torch.float8_e4m3fn).view(torch.uint8), scale, (0, DIM), None, 0)
 
 
-def problem(shape: Shape, grads: str) -> tuple[AttentionProblem, Tensor, float]:
+def problem(shape: Shape, grads: str, dq_dtype: str) -> tuple[AttentionProblem, Tensor, float]:
     """Operands, dO and floating-point operations."""
     g = torch.Generator(device="cuda").manual_seed(0)
     lengths = shape.lengths()
@@ -83,7 +83,7 @@ def problem(shape: Shape, grads: str) -> tuple[AttentionProblem, Tensor, float]:
         shared_q=shape.shared,
         causal=shape.causal,
         v_sum=torch.zeros(shape.batch, shape.heads, DIM, device="cuda") if centred else None,
-        config=AttentionConfig(center_p=centred, center_p_backward=centred, grad_format=grads),
+        config=AttentionConfig(center_p=centred, center_p_backward=centred, grad_format=grads, dq_dtype=getattr(torch, dq_dtype)),
     )
     dout = torch.randn(rows, shape.heads, DIM, device="cuda", generator=g, dtype=torch.bfloat16)
     pairs = rows * (shape.keys + 1) / 2 if shape.causal else float(lengths.sum()) * shape.queries
@@ -97,11 +97,11 @@ def statistics_of(p: AttentionProblem, dout: Tensor, keys: int) -> ForwardResult
     return ForwardResult(dout, row_max, dout * 0.01, row_max, row_sum)
 
 
-def verify(shape: Shape, grads: str) -> None:
+def verify(shape: Shape, grads: str, dq_dtype: str) -> None:
     """A small problem of this kind must agree with the reference (the rounding of a gradient's own format allowed)."""
     from lp_fa4.sm90.backward_host import backward
 
-    p, dout, _ = problem(shape.small(), grads)
+    p, dout, _ = problem(shape.small(), grads, dq_dtype)
     result = reference.forward(p)
     ours, theirs = backward(p, result, dout), reference.backward(p, result, dout)
     for name in ("dq", "dk", "dv"):
@@ -140,11 +140,11 @@ def measure(name: str, rounds: int = 10) -> list[dict]:
     shape = SHAPES[name]
     variants: dict[str, Callable[[], object]] = {}
     flops = 0.0
-    for grads in ("bf16", "mxfp8"):
-        verify(shape, grads)
-        p, dout, flops = problem(shape, grads)
+    for grads, dq_dtype in (("bf16", "float32"), ("mxfp8", "float32"), ("mxfp8", "float16")):
+        verify(shape, grads, dq_dtype)
+        p, dout, flops = problem(shape, grads, dq_dtype)
         result = statistics_of(p, dout, shape.keys)
-        variants[f"FP8, {grads} gradients"] = lambda p=p, result=result, dout=dout: backward(p, result, dout)  # type: ignore[misc]
+        variants[f"FP8, {grads} dK dV, {dq_dtype} dQ"] = lambda p=p, result=result, dout=dout: backward(p, result, dout)  # type: ignore[misc]
     variants["flash-attn-4 BF16"] = baseline(shape, p)
     times = time_interleaved(variants, "cuda", warmup=2, rounds=rounds)
     base = times["flash-attn-4 BF16"].median
@@ -165,8 +165,8 @@ def main(arguments: list[str]) -> int:
     for name in options.shapes:
         rows += measure(name, options.rounds)
         torch.cuda.empty_cache()
-        for r in rows[-3:]:
-            say(f"{r['shape']:10s} {r['variant']:24s} {r['ms']:8.3f} ms {r['tflops']:7.1f} TFLOP/s {r['ratio']:5.2f}x")
+        for r in rows[-4:]:
+            say(f"{r['shape']:10s} {r['variant']:30s} {r['ms']:8.3f} ms {r['tflops']:7.1f} TFLOP/s {r['ratio']:5.2f}x")
     cells = [(r["shape"], r["variant"], f"{r['ms']:.3f}", f"{r['tflops']:.0f}", f"{r['ratio']:.2f}") for r in rows]
     print(format_table(("shape", "backward", "ms", "TFLOP/s", "over flash-attn-4"), cells))
     if options.out:

@@ -41,6 +41,7 @@ from lp_fa4.sm90.backward_ops import (
     accumulate,
     arrive,
     effect,
+    f16x2,
     half2,
     pick_pairs,
     power_for,
@@ -224,14 +225,20 @@ def reduce_dq(spec, w, dQ, factor, target: Int64):
     """Add this warp's 16 x D/2 share of a dQ tile to global memory, in accumulator order, by one bulk reduction."""
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
-    size = spec.head_dim * 32  # bytes: 16 rows x D/2 columns x 4
-    for j in cutlass.range_constexpr(spec.head_dim // 16):
-        four = [dQ[4 * j + i] * factor for i in range(4)]
-        effect([w.staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
+    if const_expr(spec.dq_half):
+        for j in cutlass.range_constexpr(spec.head_dim // 32):
+            words = [f16x2(dQ[8 * j + i] * factor, dQ[8 * j + i + 1] * factor) for i in (0, 2, 4, 6)]
+            effect([w.staging + (512 * j + 16 * w.lane), *words], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+    else:
+        for j in cutlass.range_constexpr(spec.head_dim // 16):
+            four = [dQ[4 * j + i] * factor for i in range(4)]
+            effect([w.staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
     if w.lane == 0:
-        effect([target, w.staging, Int32(size)], "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r")
+        kind = "noftz.f16" if const_expr(spec.dq_half) else "f32"
+        size = Int32(spec.dq_tile_bytes // 8)
+        effect([target, w.staging, size], f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{kind} [$0], [$1], $2;", "l,r,r")
         cute.arch.cp_async_bulk_commit_group()
 
 

@@ -26,7 +26,7 @@ def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
     """Why these kernels cannot serve a backward with this head dimension and these choices, in words; "" if they can."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim is {head_dim}; the Hopper kernels serve {', '.join(map(str, HEAD_DIMS))}"
-    required: dict[str, object] = dict(dq_dtype=torch.float32, round_p=True, round_do=True, round_ds=True)
+    required: dict[str, object] = dict(round_p=True, round_do=True, round_ds=True)
     if config.grad_format == "mxfp8":
         required["grad_block"] = (32, 32)
     for name, value in required.items():
@@ -83,7 +83,8 @@ def backward(
     k, k_scale, k_block = token_blocks(p.k, offsets_k)
     v, v_scale, v_block = token_blocks(p.v, offsets_k)
     longest = p.rows if queries is None else queries
-    serial = deterministic and not p.shared_q
+    half = config.dq_dtype == torch.float16
+    serial = deterministic and (half or not p.shared_q)
     spec = BackwardSpec(
         head_dim=d,
         group=p.group,
@@ -95,19 +96,22 @@ def backward(
         mxfp8=mxfp8,
         k_static=k_block == 0,
         v_static=v_block == 0,
+        dq_half=half,
         deterministic=deterministic,
     )
     items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial)
     ctas = min(multiprocessors(device), item_capacity(p.tokens, batch, serial) * kv_heads)
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
-    replicas = 1 if not p.shared_q else ctas if deterministic else min(SHARED_REPLICAS, ctas)
+    replicas = 1 if not p.shared_q else batch if half else ctas if deterministic else min(SHARED_REPLICAS, ctas)
     empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
     do_tiles = empty(torch.uint8, tile_rows, heads, spec.tile_bytes)
     q_tiles = empty(torch.uint8, dq_rows, heads, spec.tile_bytes)
     stats = empty(torch.float32, tile_rows, heads, STAT_FLOATS)
-    sums = empty(torch.float32, rows_of(queries, p.rows, batch, CHUNK), heads, d)
-    partial = empty(torch.float32, replicas * dq_rows, heads, spec.dq_tile)
+    chunk_rows = rows_of(queries, p.rows, batch, CHUNK)
+    sums = empty(torch.float32, chunk_rows, heads, d)
+    dq_scale = empty(torch.float32, chunk_rows, heads) if half else None
+    partial = empty(config.dq_dtype, replicas * dq_rows, heads, spec.dq_tile)
     dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
     groups = group_rows(p.tokens, batch) if mxfp8 else 1
     scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -124,6 +128,10 @@ def backward(
         p_scale_log2=config.p_scale_backward_log2,
         out_fp32=result.centred_out.dtype == torch.float32,
         q_static=q_block == 0,
+        dq_half=half,
+        dq_scale_log2=config.dq_scale if half and isinstance(config.dq_scale, int) else None,
+        k_static=spec.k_static,
+        v_static=spec.v_static,
     )
     launch(
         compile_prepass(arch, prepass, dtype_name(offsets_k), dlse is not None),
@@ -135,13 +143,16 @@ def backward(
         dlse,
         q,
         q_scale,
+        k_scale if half else None,
+        v_scale if half else None,
         offsets_q,
         offsets_k,
         do_tiles,
         q_tiles,
         stats,
         sums,
-        partial.view(-1),
+        dq_scale,
+        partial.view(-1).view(torch.float32),
         dk.view(torch.uint8).flatten(1),
         dv.view(torch.uint8).flatten(1),
         queries or 0,
@@ -169,9 +180,10 @@ def backward(
         ctas,
     )
     launch(
-        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, dtype_name(offsets_k)),
+        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, half, dtype_name(offsets_k)),
         device,
         partial.view(-1),
+        dq_scale,
         dq,
         offsets_q,
         offsets_k,

@@ -39,6 +39,7 @@ class BackwardSpec:
         fold: exponents of q or of k differ inside a tile, so dS is coded twice.
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
         k_static, v_static: one exponent a head instead of one per 32 keys.
+        dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence, also where queries are shared).
         deterministic: reductions from one CTA are performed one after the other.
     """
 
@@ -52,6 +53,7 @@ class BackwardSpec:
     mxfp8: bool = False
     k_static: bool = True
     v_static: bool = True
+    dq_half: bool = False
     deterministic: bool = False
 
     @property
@@ -63,6 +65,11 @@ class BackwardSpec:
     def dq_tile(self) -> int:
         """Elements of a query tile's dQ."""
         return QUERY_TILE * self.head_dim
+
+    @property
+    def dq_tile_bytes(self) -> int:
+        """Bytes of a query tile's dQ sums."""
+        return self.dq_tile * (2 if self.dq_half else 4)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,10 @@ class PrepassSpec:
     p_scale_log2: int
     out_fp32: bool
     q_static: bool
+    dq_half: bool = False
+    dq_scale_log2: int | None = None
+    k_static: bool = True
+    v_static: bool = True
 
 
 def rows_of(queries: int | None, total: int, batch: int, size: int) -> int:

@@ -269,7 +269,7 @@ class BackwardMain:
         heads = kv_heads * spec.group
         bid, _, _ = cute.arch.block_idx()
         scratch = grads.scratch + Int64(bid) * (2 * KEY_TILE * d * 4)
-        dq_bytes = 4 * spec.dq_tile
+        dq_bytes = spec.dq_tile_bytes
         stage, phase, out, out_phase, buffer, ds_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         kv, kv_phase, kt_phase, more = Int32(0), Int32(0), Int32(0), Int32(1)
         while more > 0:
@@ -279,7 +279,7 @@ class BackwardMain:
             if more > 0:
                 dq_row = item.qrow
                 if const_expr(spec.shared):
-                    dq_row = (bid % replicas) * tile_rows
+                    dq_row = (item.b if const_expr(spec.dq_half) else bid % replicas) * tile_rows
                 first, chunk, chunks = query_span(spec, item)
                 segments = chunks * spec.group
                 key = item.n * KEY_TILE + 16 * w.warp  # of this warp, within the sequence
@@ -392,11 +392,10 @@ def compile_main(arch: str, spec: BackwardSpec):
     """Compile for ``arch``. Arguments at launch, in order (all row-major and compact unless said otherwise; H = Hkv * group):
 
     k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32
-    ``[1]``, items in use;
-    q_tiles, do_tiles: uint8 ``[tile rows, H, 64 * D]``; stats: fp32 ``[tile rows, H, 256]``; dq: fp32 ``[tile rows, H, 64 * D]`` in
-    accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]`` (unused with
-    BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: dQ replicas, tile rows of
-    a replica, CTAs.
+    ``[1]``, items in use; q_tiles, do_tiles: uint8 ``[tile rows, H, 64 * D]``; stats: fp32 ``[tile rows, H, 256]``; dq: fp32 or fp16
+    ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups,
+    Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: dQ buffers, tile rows of a
+    buffer, CTAs.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     rows = symbol()
@@ -417,7 +416,7 @@ def compile_main(arch: str, spec: BackwardSpec):
         images("uint8", spec.tile_bytes),
         images("uint8", spec.tile_bytes),
         images("float32", STAT_FLOATS),
-        images("float32", spec.dq_tile),
+        images("float16" if spec.dq_half else "float32", spec.dq_tile),
         grad,
         grad,
         grad_scale,

@@ -27,6 +27,11 @@ def bf16x2(a, b):
     return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
 
 
+def f16x2(a, b):
+    """Two FP32 to packed FP16, ``a`` low."""
+    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
 def absolute(x):
     """Magnitude (folds into the consumer as an operand modifier)."""
     return Float32(inline_ptx(T.f32(), [x], "abs.f32 $0, $1;", "=f,f"))

@@ -59,12 +59,15 @@ class Prepass:
         dlse: cute.Tensor | None,
         q: cute.Tensor,
         q_scale: cute.Tensor,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         offsets_q: cute.Tensor,
         offsets_k: cute.Tensor,
         do_tiles: cute.Tensor,
         q_tiles: cute.Tensor,
         stats: cute.Tensor,
         sums: cute.Tensor,
+        dq_scale: cute.Tensor | None,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -81,12 +84,15 @@ class Prepass:
             dlse,
             q,
             q_scale,
+            k_scale,
+            v_scale,
             offsets_q,
             offsets_k,
             do_tiles,
             q_tiles,
             stats,
             sums,
+            dq_scale,
             dq,
             dk,
             dv,
@@ -104,12 +110,15 @@ class Prepass:
         dlse: cute.Tensor | None,
         q: cute.Tensor,
         q_scale: cute.Tensor,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         offsets_q: cute.Tensor,
         offsets_k: cute.Tensor,
         do_tiles: cute.Tensor,
         q_tiles: cute.Tensor,
         stats: cute.Tensor,
         sums: cute.Tensor,
+        dq_scale: cute.Tensor | None,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -139,10 +148,11 @@ class Prepass:
         column_sums = smem.allocate_tensor(
             Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
         )
-        peaks = smem.allocate_tensor(Int32, cute.make_layout(8), byte_alignment=16)
+        peaks = smem.allocate_tensor(Int32, cute.make_layout(16), byte_alignment=16)
         if left > 0:
             first = start + CHUNK * chunk
             self.measure(dout, row_sum, sums, head, first, left, chunk_row, row_bytes, column_sums, peaks)
+            dq_power = Float32(1.0)
             top = peaks[0]
             for i in cutlass.range_constexpr(1, 8):
                 top = cutlass.max(top, peaks[i])
@@ -151,10 +161,13 @@ class Prepass:
             tiles = (left + (QUERY_TILE - 1)) // QUERY_TILE
             tile_row = tile_row + CHUNK_TILES * chunk
             self.encode(dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys)
+            if const_expr(spec.dq_half):
+                dq_power = self.dq_power(k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale)
+                dq_scale[chunk_row, head] = Float32(1.0) / dq_power
             scale_row = start // 32 + b
             if const_expr(spec.shared):
                 scale_row = Int32(0)
-            self.headers(q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale)
+            self.headers(q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power)
             if const_expr(spec.shared):
                 if b == 0:
                     self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk)
@@ -204,7 +217,7 @@ class Prepass:
         tid, _, _ = cute.arch.thread_idx()
         total = cute.make_rmem_tensor(8, Float32)
         total.fill(0.0)
-        top = Int32(0)
+        top, largest = Int32(0), Int32(0)
         for base in cutlass.range(0, left, self.rows, unroll=2):  # whole warps go round together: they shuffle
             r = base + tid // self.lanes
             peak, sum_l = Int32(0), Float32(0.0)
@@ -218,7 +231,7 @@ class Prepass:
                 peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << i))
             byte = Int32(255)
             if peak < 0x7F800000:
-                byte = Int32(0)
+                byte, largest = Int32(0), cutlass.max(largest, peak)
                 if sum_l > 0.0 and peak > 0:
                     byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * self.inverse_sum(sum_l))), 1)
                 top = cutlass.max(top, byte)
@@ -228,8 +241,9 @@ class Prepass:
             column_sums[tid // self.lanes, 8 * (tid % self.lanes) + i] = total[i]
         for i in cutlass.range_constexpr(5):
             top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << i))
         if tid % 32 == 0:
-            peaks[tid // 32] = top
+            peaks[tid // 32], peaks[8 + tid // 32] = top, largest
         cute.arch.sync_threads()
         if tid < spec.head_dim:
             whole = Float32(0.0)
@@ -299,7 +313,7 @@ class Prepass:
                 effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
 
     @cute.jit
-    def headers(self, q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale):
+    def headers(self, q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power):
         """Factors of each tile: one thread a tile."""
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
@@ -324,9 +338,49 @@ class Prepass:
                 effect([at + 4 * (STAT_S0 + half), factor * (softmax_scale * math.log2(math.e))], "st.global.f32 [$0], $1;", "l,f")
                 share = exp2(Float32(byte - top))
                 effect([at + 4 * (STAT_Q0 + half), share], "st.global.f32 [$0], $1;", "l,f")
-            effect([at + 4 * STAT_DQ, unit * softmax_scale], "st.global.f32 [$0], $1;", "l,f")
+            effect([at + 4 * STAT_DQ, unit * softmax_scale * dq_power], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_DV, unit], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_DK, unit * softmax_scale * scale_of_byte(top)], "st.global.f32 [$0], $1;", "l,f")
+
+    @cute.jit
+    def dq_power(self, k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale):
+        """Power of two under which FP16 sums of this chunk's dQ cannot pass 2^15, nor any partial sum of key tiles.
+
+        ``|dQ| <= 2 |dO_q| max|v_j| max|k| softmax_scale``, because the absolute row sum of dS is at most ``2 |dO_q| max|v_j|``. Here with
+        ``|dO_q| <= sqrt(D) max|dO|``, ``|v_j| <= sqrt(D) 448 * 2^e_v`` and ``|k| <= 448 * 2^e_k``: some 2^6 above the norms themselves, of
+        FP16's 2^29 normal range, and no pass over K and V.
+        """
+        spec = self.spec
+        if const_expr(spec.dq_scale_log2 is not None):
+            return float_of(Int32((127 + spec.dq_scale_log2) << 23))
+        largest = peaks[8]
+        for i in cutlass.range_constexpr(9, 16):
+            largest = cutlass.max(largest, peaks[i])
+        kv_head = head * Int32(k_scale.shape[1]) // heads
+        row, groups = Int32(offsets_k[b]) // 32 + b, (keys + 31) // 32
+        e_k = self.widest(k_scale, spec.k_static, row, groups, kv_head)
+        e_v = self.widest(v_scale, spec.v_static, row, groups, kv_head)
+        above = lambda bits: (bits >> 23) - 126  # noqa: E731  2^above is more than the value
+        bound = 1 + above(bits_of(softmax_scale)) + int(math.log2(spec.head_dim)) + above(largest) + (e_k - 127 + 9) + (e_v - 127 + 9)
+        power = cutlass.max(cutlass.min(15 - bound, 100), -100)
+        if largest == 0:
+            power = Int32(0)
+        return float_of((power + 127) << 23)
+
+    @cute.jit
+    def widest(self, scale, static: cutlass.Constexpr, row, groups, head):
+        """Largest E8M0 byte of a sequence's groups, NaN apart."""
+        top = Int32(0)
+        if const_expr(static):
+            top = Int32(scale[0, head])
+        else:
+            for g in cutlass.range(cute.arch.lane_idx(), groups, 32, unroll=1):
+                byte = Int32(scale[row + g, head])
+                if byte < 255:
+                    top = cutlass.max(top, byte)
+            for i in cutlass.range_constexpr(5):
+                top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+        return top
 
     @cute.jit
     def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row):
@@ -355,11 +409,12 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     """Compile for ``arch``. Arguments at launch, in order:
 
     dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; q: uint8
-    ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main
-    kernel's; sums: fp32 ``[chunk rows, H, D]``, column sums of dO; dq: fp32, flat, to be zeroed; dk, dv: uint8 ``[T, bytes]``, to be
-    zeroed past the last sequence; queries per sequence (if not jagged); softmax scale.
+    ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless ``dq_half``); offsets_q (read if
+    jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums: fp32 ``[chunk rows, H, D]``, column sums of dO;
+    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); dq: as fp32, flat, to be zeroed; dk, dv:
+    uint8 ``[T, bytes]``, to be zeroed past the last sequence; queries per sequence (if not jagged); softmax scale.
     """
-    heads, rows, d = symbol(), symbol(), spec.head_dim
+    heads, kv_heads, rows, d = symbol(), symbol(), symbol(), spec.head_dim
     images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True)  # noqa: E731
     per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
     offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
@@ -374,12 +429,14 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         per_row() if has_dlse else None,
         fake("uint8", (symbol(), heads, d)),
         fake("uint8", (symbol(), heads), align=1),
+        *[fake("uint8", (symbol(), kv_heads), align=1) if spec.dq_half else None for _ in range(2)],
         offsets(),
         offsets(),
         images("uint8", QUERY_TILE * d),
         images("uint8", QUERY_TILE * d),
         images("float32", STAT_FLOATS),
         fake("float32", (symbol(), heads, d), compact=True),
+        fake("float32", (symbol(), heads), align=4, compact=True) if spec.dq_half else None,
         fake("float32", (symbol(),), align=16),
         grad(),
         grad(),

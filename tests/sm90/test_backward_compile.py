@@ -21,7 +21,7 @@ VARIANTS = [
     {"mxfp8": True, "deterministic": True},
     {"shared": False, "long": True, "causal": True, "centred": False, "fold": True, "k_static": False, "v_static": False, "mxfp8": True},
     {"shared": False, "long": True, "group": 4},
-    {"head_dim": 64, "shared": False, "fold": True, "k_static": False, "v_static": False},
+    {"head_dim": 64, "shared": False, "fold": True, "k_static": False, "v_static": False, "dq_half": True},
 ]
 
 
@@ -59,8 +59,8 @@ def test_other_kernels_compile(dtype):
     from lp_fa4.sm90.backward_prepass import compile_prepass
 
     default = PrepassSpec(128, True, False, True, True, True, 8, False, True)
-    other = PrepassSpec(64, False, True, False, False, False, 8, True, False)
+    other = PrepassSpec(64, False, True, False, False, False, 8, True, False, dq_half=True, k_static=False, v_static=False)
     for spec in (default, other):
         compile_prepass("sm_90a", spec, dtype, spec is other)
-    compile_postpass("sm_90a", 128, 1, False, True, True, dtype)
-    compile_postpass("sm_90a", 64, 4, True, False, False, dtype)
+    compile_postpass("sm_90a", 128, 1, False, True, True, False, dtype)
+    compile_postpass("sm_90a", 64, 4, True, False, False, True, dtype)
