@@ -284,6 +284,17 @@ def campaign_cases() -> dict[str, Any]:
     }
 
 
+def summary(arch: str, case: str, schedules: int = 1) -> dict[str, Any]:
+    """Plant every fault of a case that acts; how many were caught, and where the others are."""
+    builder, waivers = campaign_cases()[case]
+    campaign = Campaign(builder(), waivers, api.schedules(schedules))
+    campaign.baseline()
+    campaign.sites = [x for x in campaign.sites if x.acts]
+    campaign.plant()
+    missed = [f"{x.kind} {x.where}" for x in campaign.sites if not x.caught]
+    return {"acting": len(campaign.sites), "caught": len(campaign.sites) - len(missed), "missed": missed}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?")

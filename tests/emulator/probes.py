@@ -111,3 +111,20 @@ def unknown_library(arch: str) -> dict[str, Any]:
         runtime.ptx_of_cubin = known
         runtime.record_artifacts = record  # type: ignore[method-assign]
     return {"kind": "", "text": ""}
+
+
+def seconds(arch: str, check: bool) -> dict[str, float]:
+    """Processor seconds of flash-attn-4's 256 x 512 x 128 forward, the best of five, compiled and parsed before."""
+    import time
+
+    from . import kernels, waivers
+
+    case = kernels.fa4_forward(arch, 256, 512)
+    assert case.prepare is not None
+    api.record(case.prepare, arch)
+    times = []
+    for _ in range(5):
+        started = time.process_time()
+        api.call_under(case.call, arch, api.Schedule("eager"), check=check, waivers=waivers.FA4_FORWARD_SM100)
+        times.append(time.process_time() - started)
+    return {"seconds": min(times[1:])}
