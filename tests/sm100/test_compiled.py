@@ -22,7 +22,7 @@ def lines(module: str, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("arch, names", [("sm_100a", ("full",)), ("sm_103a", ("module", "folded"))])
+@pytest.mark.parametrize("arch, names", [("sm_100a", ("full",)), ("sm_103a", ("folded",))])
 def test_no_spill_and_block_scaled_products(arch, names):
     """No stack, no local memory, registers as launched, tensor and shared memory within limits; both products are block-scaled FP8 (the
     variant with scales outside: plain FP8), none is BF16."""
