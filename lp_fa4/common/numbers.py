@@ -66,21 +66,6 @@ def e4m3x4(a, b, c, d):
     )
 
 
-def max3_bits(a, b, c):
-    """Largest of three FP32 bit patterns as signed integers (one VIMNMX3, half the issue slots of two FMNMX).
-
-    Right whenever the result is >= 0; of negative numbers alone it picks the most negative. NaN counts as largest.
-    """
-    return Float32(
-        inline_ptx(
-            T.f32(),
-            [a, b, c],
-            "{.reg .b32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; max.s32 a, a, b; max.s32 a, a, c; mov.b32 $0, a;}",
-            "=f,f,f,f",
-        )
-    )
-
-
 def scale_of_byte(byte):
     """``2**(byte - 127)`` in FP32: 0 gives 2^-127 (subnormal), 255 gives NaN."""
     return Float32(
@@ -133,6 +118,23 @@ def inverse_of_byte(byte):
             "=f,r",
         )
     )
+
+
+def magnitude_max(bits, x):
+    """Running maximum of FP32 magnitudes as integer bits; every NaN is above infinity."""
+    return Int32(
+        inline_ptx(
+            T.i32(),
+            [bits, x],
+            "{.reg .b32 m; mov.b32 m, $2; and.b32 m, m, 0x7FFFFFFF; max.s32 $0, $1, m;}",
+            "=r,r,f",
+        )
+    )
+
+
+def warp_max(x):
+    """Maximum of a warp's non-negative Int32."""
+    return Int32(inline_ptx(T.i32(), [x], "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", side_effects=True))
 
 
 def prmt(a, b, selector):

@@ -94,7 +94,7 @@ def equal_offsets(rows: int, batch: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * (rows // batch)
 
 
-def token_blocks(x: MXTensor, offsets: Tensor) -> tuple[Tensor, Tensor, int]:
+def token_blocks(x: MXTensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, int]:
     """Aligned codes ``[T, H, D]``, scale bytes ``[rows, H]`` and tokens under a scale (0, 128 or 32).
 
     Blocks 32 wide on a wider head are re-coded to the head's width first.
@@ -102,6 +102,7 @@ def token_blocks(x: MXTensor, offsets: Tensor) -> tuple[Tensor, Tensor, int]:
     if x.scale.shape[-1] != 1:
         from lp_fa4.sm90.recode import recode
 
+        assert offsets is not None
         x = recode(x, offsets)
     return _aligned(x.codes), x.scale_bytes[..., 0].contiguous(), x.block[0]
 
@@ -165,13 +166,9 @@ def forward(problem: AttentionProblem) -> ForwardResult:
 
     device, batch = problem.device, problem.batch
     offsets_k = problem.offsets_k if problem.offsets_k is not None else equal_offsets(problem.tokens, batch, device)
-    offsets_q = problem.offsets_q
-    if problem.shared_q:
-        query_offsets = equal_offsets(problem.q.shape[0], 1, device)
-    elif offsets_q is None:
-        query_offsets = equal_offsets(problem.q.shape[0], batch, device)
-    else:
-        query_offsets = offsets_q
+    offsets_q = query_offsets = problem.offsets_q
+    if query_offsets is None and problem.q.scale.shape[-1] != 1:  # needed by re-coding alone
+        query_offsets = equal_offsets(problem.q.shape[0], 1 if problem.shared_q else batch, device)
     q, q_scale, q_block = token_blocks(problem.q, query_offsets)
     k, k_scale, k_block = token_blocks(problem.k, offsets_k)
     v, v_scale, v_block = token_blocks(problem.v, offsets_k)

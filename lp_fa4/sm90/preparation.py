@@ -10,11 +10,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lp_fa4 import reference
+from lp_fa4.common.sequence_vectors import sample_mean, sum_tiles
 from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.sm90.forward_host import equal_offsets
 from lp_fa4.sm90.quantize import quantize
-from lp_fa4.sm90.sequence_vectors import sample_mean, sum_tiles
 
 
 class Prepared(NamedTuple):

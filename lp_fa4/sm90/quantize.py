@@ -19,10 +19,9 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass.cutlass_dsl import T
 from torch import Tensor
 
-from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, warp_max
 from lp_fa4.common.sequence import TILE, find_sequence, region_groups
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 from lp_fa4.mx import MXTensor
@@ -31,23 +30,6 @@ from lp_fa4.sm90.operands import MXTensorWithCopy
 from lp_fa4.sm90.tile_transpose import THREADS, shared_words, store_columns, word_index
 
 WARPS = THREADS // 32
-
-
-def magnitude_max(bits, x):
-    """Running maximum of FP32 magnitudes as integer bits; every NaN is above infinity."""
-    return Int32(
-        inline_ptx(
-            T.i32(),
-            [bits, x],
-            "{.reg .b32 m; mov.b32 m, $2; and.b32 m, m, 0x7FFFFFFF; max.s32 $0, $1, m;}",
-            "=r,r,f",
-        )
-    )
-
-
-def warp_max(x):
-    """Maximum of a warp's non-negative Int32."""
-    return Int32(inline_ptx(T.i32(), [x], "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", side_effects=True))
 
 
 @dataclass(frozen=True)

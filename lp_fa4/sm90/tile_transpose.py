@@ -1,13 +1,10 @@
 """A tile of E4M3 codes through shared memory: written by tokens, read by columns.
 
-FP8 wgmma takes operands whose contraction axis is contiguous, so what contracts over tokens (V in P V, K in dS K) needs
-a copy with tokens innermost. The order of a contraction is free, so each run of 16 tokens is stored in the order in
-which the other operand's registers or shared memory happen to hold it:
+FP8 wgmma takes operands whose contraction axis is contiguous, so V in P V needs a copy with tokens innermost. The order of a
+contraction is free, so each run of 16 tokens is stored in the order in which the other operand's registers hold it:
 
-* ``"accumulator"``: position ``4t + i`` holds token ``2t + (i & 1) + 8 (i >> 1)``: an FP32 accumulator's columns
-  become the FP8 A operand by conversions alone.
-* ``"pairs"``: position ``2i + j`` holds token ``i + 8 j``: rows ``r`` and ``r + 8`` of an accumulator, packed as one
-  16-bit unit, can pass a 16-bit transposing ``stmatrix``.
+* ``"accumulator"``: position ``4t + i`` holds token ``2t + (i & 1) + 8 (i >> 1)``: an FP32 accumulator's columns become the FP8 A
+  operand by conversions alone.
 """
 
 import cutlass
@@ -18,7 +15,6 @@ from lp_fa4.common.numbers import transpose4x4
 
 ORDERS = {
     "accumulator": tuple(2 * (p // 4) + (p & 1) + 8 * ((p >> 1) & 1) for p in range(16)),
-    "pairs": tuple((p >> 1) + 8 * (p & 1) for p in range(16)),
 }
 """Position within a run of 16 -> token within the run."""
 

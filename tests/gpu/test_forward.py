@@ -111,8 +111,10 @@ def test_negative_scores():
         q[:] = q.abs()
         k[:] = -k.abs()
 
-    problem = Case(HOSTILE, queries=64).make(5, edit)
-    check(problem, run(problem))
+    # sums of 128 products of one sign lose some 2^-10 of themselves inside the tensor core, and scores reach -10 here
+    for queries in (64, 100):
+        problem = Case(HOSTILE, queries=queries).make(5, edit)
+        check(problem, run(problem), lse_tolerance=2e-2)
 
 
 def test_uniform_attention_over_131072_keys():
@@ -259,7 +261,8 @@ def test_no_host_read():
 def test_one_compilation_for_all_shapes():
     from lp_fa4.compile import compile_count
 
-    sm90.forward(Case((5, 9), queries=7).make(15))
+    for queries in (7, 100):  # few queries have a kernel of their own, which splits keys
+        sm90.forward(Case((5, 9), queries=queries).make(15))
     before = compile_count()
     for i in range(10):
         sm90.forward(Case((11 * i, 3, 200 + i), queries=1 + 13 * i, slack=i).make(i))
