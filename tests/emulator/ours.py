@@ -19,7 +19,7 @@ import torch
 
 from . import api, capture, hostpatch
 from .api import Result, Schedule
-from .kernels import Case, close
+from .kernels import Case
 
 #: packages whose modules hold ``arch_of``, ``launch`` and ``multiprocessors`` by name
 _PACKAGES = {"sm_90a": ("lp_fa4.sm90",), "sm_100a": ("lp_fa4.sm100",), "sm_103a": ("lp_fa4.sm100",)}
@@ -81,7 +81,7 @@ def emulated(schedule: Schedule, arch: str = "sm_90a", *, multiprocessors: int =
 
 
 # --- cases ---------------------------------------------------------------------------------------------------------
-def _problem(seed: int, options: dict[str, Any]) -> Any:
+def make_problem(seed: int, options: dict[str, Any]) -> Any:
     """An ``AttentionProblem`` on the CPU from the recipe that the GPU tests use."""
     from tests.gpu import problems
 
@@ -104,7 +104,7 @@ def forward(arch: str, *, seed: int = 0, **options: Any) -> Case:
     Checked as the GPU tests do, against FP64: at most twice the reference's error plus one rounding to BF16; the LSE within
     1e-4 (the row sum is FP32).
     """
-    problem = _problem(seed, dict(options))
+    problem = make_problem(seed, dict(options))
 
     def call() -> Any:
         with host(arch):
@@ -125,7 +125,7 @@ def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse
     of additions decides, so the relative error is far under one rounding of E4M3 (2^-4)."""
     from lp_fa4 import reference
 
-    problem = _problem(seed, dict(options))
+    problem = make_problem(seed, dict(options))
     result = reference.forward(problem)
     generator = torch.Generator().manual_seed(seed + 100)
     dout = torch.randn(result.out.shape, generator=generator).bfloat16()
@@ -141,7 +141,7 @@ def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse
         for name in ("dq", "dk", "dv", "dv_mean"):
             x, y = getattr(value, name), getattr(want, name)
             assert (x is None) == (y is None), name
-            if x is None or not y.numel():
+            if x is None:
                 continue
             x, y = (z.float() if isinstance(z, torch.Tensor) else z.dequantize() for z in (x, y))
             assert torch.isfinite(x).all(), f"{name} is not finite"
@@ -174,7 +174,8 @@ def prepare(arch: str, lengths: list[int], *, rows: int = 128, dim: int = 128, h
             assert torch.equal(got.codes, want.codes), f"{name}: codes"
             assert torch.equal(got.scale_bytes, want.scale_bytes), f"{name}: scales"
             if name == "v":
-                sums = torch.zeros_like(value.v_sum).index_add_(0, sequence, centred)
-                close("v_sum", value.v_sum, sums, 1e-3)
+                sums = torch.zeros_like(value.v_sum, dtype=torch.float64).index_add_(0, sequence, centred.double())
+                worst = (value.v_sum - sums).abs().max()
+                assert worst <= 1e-4, f"v_sum: error {worst:.3g}"
 
     return Case(f"lp_fa4 prepare {lengths} rows={rows} d{dim}", arch, None, call, verify)
