@@ -88,7 +88,9 @@ def make_problem(seed: int, options: dict[str, Any]) -> Any:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if options.pop("int64", False):
         options["dtype"] = torch.int64
-    config = options.pop("config", {})
+    config = dict(options.pop("config", {}))
+    if "dq_dtype" in config:
+        config["dq_dtype"] = getattr(torch, config["dq_dtype"])
     with mock.patch.object(problems, "DEVICE", torch.device("cpu")):
         problem = problems.Case(**options).make(seed)
     return dataclasses.replace(problem, config=problem.config.with_(**config)) if config else problem
@@ -134,8 +136,7 @@ def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse
 
     def call() -> Any:
         with host(arch):
-            module = importlib.import_module(_PACKAGES[arch][0] + ".backward")
-            return module.backward(problem, result, dout, deterministic=deterministic, dlse=dlse)
+            return importlib.import_module(_PACKAGES[arch][0]).backward(problem, result, dout, deterministic=deterministic, dlse=dlse)
 
     def verify(value: Any) -> None:
         for name in ("dq", "dk", "dv", "dv_mean"):
@@ -163,8 +164,7 @@ def prepare(arch: str, lengths: list[int], *, rows: int = 128, dim: int = 128, h
 
     def call() -> Any:
         with host(arch):
-            module = importlib.import_module(_PACKAGES[arch][0] + ".preparation")
-            return module.prepare(q, k, v, offsets, offsets, False, DEFAULT, (rows, dim), dim**-0.5)
+            return importlib.import_module(_PACKAGES[arch][0]).prepare(q, k, v, offsets, offsets, False, DEFAULT, (rows, dim), dim**-0.5)
 
     def verify(value: Any) -> None:
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
