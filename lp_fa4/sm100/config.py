@@ -88,8 +88,8 @@ class ForwardTuning:
 
 
 # exp2_on_fma is predicted, not measured (README.md, "Roofline"): at 16 exponentials a clock an SM of sm_100 needs 1,024 clocks for a
-# 128 x 128 tile whose products take 512, so 10 of 32 go to the FMA pipe, which balances the two pipes near 700 clocks. sm_103's MUFU is
-# twice as fast. Registers are the splits at which ptxas spills nothing in any variant (tests/sm100/compiled.py).
+# 128 x 128 tile whose products take 512; with 10 of 32 on the FMA pipe MUFU and issue slots both end near 720. sm_103's MUFU is twice as
+# fast. Registers are the splits at which ptxas spills nothing in any variant (tests/sm100/compiled.py).
 _TUNING = {
     ("sm_100a", 128): ForwardTuning(exp2_on_fma=10),
     ("sm_100a", 64): ForwardTuning(exp2_on_fma=10, correction_registers=72, other_registers=56),
