@@ -48,11 +48,13 @@ def problem(
     exponents: Sequence[int | None] = (None, None, None),
     capacity: int = 0,
     zeros: bool = False,
+    nan: bool = False,
     config: str = "default",
     seed: int = 0,
 ) -> AttentionProblem:
     """Random operands. ``queries``: rows per sequence (jagged), or ``shared`` rows for all. ``capacity``: rows of k and v past the last
     sequence. ``sharpness``: standard deviation of the scores, about. ``zeros``: V's first block is 0 and its third smaller by 2^20.
+    ``nan``: the second sequence's first block of V (columns 32 to 63) is NaN, as quantization leaves it: byte 255, payload 0.
     ``config``: a key of ``CONFIGS``."""
     cfg = CONFIGS[config]
     generator = torch.Generator().manual_seed(seed)
@@ -72,6 +74,10 @@ def problem(
         v.codes[:32] = 0
         v.scale_bytes[0] = 0
         v.scale_bytes[2] -= 20
+    if nan:
+        first = int(ok[1])
+        v.codes[first : first + 32, :, 32:64] = 0
+        v.scale_bytes[first // 32 + 1, :, 1] = 255
     sums = None
     if cfg.center_p and not causal:
         values = v.dequantize()
@@ -180,10 +186,12 @@ class Judge:
         torch.testing.assert_close(got.lse[seen].double(), self.lse[seen], rtol=1e-6, atol=2e-4)
         for rows in self._row_groups():
             for h in range(self.p.heads):
-                exact = self.exact[rows, h]
-                error = (got.centred_out[rows, h].double() - exact).norm()
-                allowed = 2 * (want.centred_out[rows, h].double() - exact).norm() + 1e-5 * exact.norm()
+                exact, ours, theirs = self.exact[rows, h], got.centred_out[rows, h].double(), want.centred_out[rows, h].double()
+                finite = torch.isfinite(exact)
+                assert torch.equal(torch.isfinite(ours), finite), f"rows {rows.start}..{rows.stop - 1}, head {h}: NaN leaks or hides"
+                error = (ours - exact)[finite].norm()
+                allowed = 2 * (theirs - exact)[finite].norm() + 1e-5 * exact[finite].norm()
                 assert error <= allowed, f"rows {rows.start}..{rows.stop - 1}, head {h}: error {error:.3e}, allowed {allowed:.3e}"
         # the output is the centred output plus a mean, rounded once
         mean = want.out.float() - want.centred_out
-        torch.testing.assert_close(got.out.float(), got.centred_out.float() + mean, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(got.out.float(), got.centred_out.float() + mean, rtol=2**-7, atol=2**-7, equal_nan=True)

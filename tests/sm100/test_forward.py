@@ -34,6 +34,11 @@ def test_other_blocks(blackwell, blocks, exponents):
     check(blackwell, {**MODULE, "keys": [129, 0, 40], "shared": 1, "blocks": blocks, "exponents": exponents}, 1)
 
 
+def test_nan_stays_in_its_sequence(blackwell):
+    """A payload tile reaches into the next sequence; a NaN block there shows in that sequence's columns and nowhere else."""
+    check(blackwell, {**MODULE, "keys": [33, 40, 70], "nan": True}, 1)
+
+
 def test_jagged_queries_causal_gqa(blackwell):
     """Jagged queries, more queries than keys (rows that see nothing), two query heads per key head, the conventional preset."""
     lengths = {"keys": [300, 31, 1, 0], "queries": [300, 130, 5, 40]}
