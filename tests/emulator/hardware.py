@@ -1,0 +1,157 @@
+"""The emulator's tie to hardware: kernels of each engine kind, run on a Hopper GPU once, and again here.
+
+On the GPU, ``python -m tests.emulator.hardware FILE`` runs every case and keeps what the kernels returned, with the versions
+that made it. ``test_hardware.py`` runs the same cases on the emulator and compares with that file: bitwise where the order of
+additions cannot matter (integers whose sums are exact, conversions), else within a bound that the case states. Inputs are
+drawn on the CPU, so both sides see the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RECORD = Path(__file__).parent / "data" / "h200.pt"
+Place = Callable[[Tensor], Tensor]
+
+#: Largest relative error (Frobenius) against the GPU, with FP8 sums in FP32 and with sums of 14 bits; 0 is bitwise.
+BOUNDS = {
+    "tma, wgmma bf16: integers": (0.0, 0.0),
+    "tma, wgmma bf16: normal": (2.0**-13, 2.0**-13),  # FP32 sums in another order: now and then one BF16 rounding falls elsewhere
+    "tma, wgmma fp8: integers": (0.0, 0.0),
+    "tma, wgmma fp8: normal": (2.0**-10, 2.0**-11),  # the GPU's narrow sums, then one rounding to BF16
+    "quantize, transpose": (0.0, 0.0),
+    "wgmma fp8 from registers": (2.0**-10, 2.0**-12),  # attention forward: besides, exp2 is approximate on the GPU
+    "reduce-add": (2.0**-8, 2.0**-8),  # attention backward: besides, a code of dS on a tie may fall to either side
+}
+
+
+def _gemm(kind: str, dtype: torch.dtype) -> Callable[[Place, Any], dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    if kind == "integers":
+        operands = [torch.randint(-4, 5, (rows, 256), generator=generator).to(dtype) for rows in (200, 192)]
+    else:
+        operands = [torch.randn(rows, 256, generator=generator).to(dtype) for rows in (200, 192)]
+
+    def call(place: Place, host: Any) -> dict[str, Tensor]:
+        from quack.gemm_interface import gemm
+
+        x, w = map(place, operands)
+        return {"out": gemm(x, w.T, out_dtype=torch.bfloat16, tuned=False)}
+
+    return call
+
+
+def _problem() -> Any:
+    from . import ours
+
+    return ours.make_problem(3, dict(lengths=[0, 1, 33, 129], queries=40, heads=1, kv_heads=1))
+
+
+def _quantize(place: Place, host: Any) -> dict[str, Tensor]:
+    from lp_fa4.config import DEFAULT
+
+    generator = torch.Generator().manual_seed(7)
+    offsets = place(torch.tensor([0, 0, 1, 34, 163], dtype=torch.int32))
+    q, k, v = (place((torch.randn(163, 1, 128, generator=generator) * 3).bfloat16()) for _ in range(3))
+    with host():
+        from lp_fa4.sm90.preparation import prepare
+
+        got = prepare(q, k, v, offsets, offsets, False, DEFAULT.with_(center_p=False, center_p_backward=False), (128, 128), 128**-0.5)
+    # Means and centred sums are taken in an order of their own; queries are quantized as they are.
+    return {"codes": got.q.codes, "scales": got.q.scale_bytes}
+
+
+def _on(problem: Any, place: Place) -> Any:
+    from lp_fa4.mx import MXTensor
+
+    def move(x: Any) -> Any:
+        if isinstance(x, MXTensor):
+            return MXTensor.from_bytes(place(x.codes), place(x.scale_bytes), x.block, move(x.offsets), x.token_dim)
+        return place(x) if isinstance(x, Tensor) else x
+
+    return dataclasses.replace(problem, **{f.name: move(getattr(problem, f.name)) for f in dataclasses.fields(problem)})
+
+
+def _forward(place: Place, host: Any) -> dict[str, Tensor]:
+    problem = _on(_problem(), place)
+    with host():
+        from lp_fa4.sm90.forward_host import forward
+
+        result = forward(problem)
+    return {"out": result.out, "lse": result.lse}
+
+
+def _backward(place: Place, host: Any) -> dict[str, Tensor]:
+    from lp_fa4 import reference
+    from lp_fa4.config import DROP_IN
+    from lp_fa4.problem import ForwardResult
+
+    problem = dataclasses.replace(_problem(), config=DROP_IN)
+    result = reference.forward(problem)
+    dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(8)).bfloat16()
+    with host():
+        from lp_fa4.sm90.backward_host import backward
+
+        got = backward(_on(problem, place), ForwardResult(*map(place, result)), place(dout))
+    return {"dq": got.dq, "dk": got.dk, "dv": got.dv}
+
+
+CALLS: dict[str, Callable[[Place, Any], dict[str, Tensor]]] = {
+    "tma, wgmma bf16: integers": _gemm("integers", torch.bfloat16),
+    "tma, wgmma bf16: normal": _gemm("normal", torch.bfloat16),
+    "tma, wgmma fp8: integers": _gemm("integers", torch.float8_e4m3fn),
+    "tma, wgmma fp8: normal": _gemm("normal", torch.float8_e4m3fn),
+    "quantize, transpose": _quantize,
+    "wgmma fp8 from registers": _forward,
+    "reduce-add": _backward,
+}
+
+
+def errors(arch: str, *, name: str, fp8_accumulator_bits: int = 0) -> dict[str, Any]:
+    """Run a case on the emulator; per output: elements that differ from the GPU's, and the relative error."""
+    from . import ours
+    from .api import emulate
+    from .fidelity import Fidelity
+
+    want = torch.load(RECORD, weights_only=True)["cases"][name]
+    answer: dict[str, Any] = {}
+
+    def compare(got: dict[str, Tensor]) -> None:
+        assert got.keys() == want.keys()
+        for key, w in want.items():
+            g, w = got[key].double(), w.double()
+            live = w.isfinite()
+            assert torch.equal(g.isfinite(), live), f"{name}: {key} is finite in other places than on the GPU"
+            answer[key] = {"differ": int((g != w)[live].sum()), "error": float((g - w)[live].norm() / w[live].norm())}
+
+    def call() -> dict[str, Tensor]:
+        return CALLS[name](lambda x: x, lambda: ours.host(arch))
+
+    emulate(call, arch=arch, schedules=1, verify=compare, fidelity=Fidelity(fp8_accumulator_bits=fp8_accumulator_bits))
+    return answer
+
+
+def main() -> None:
+    """Record on the GPU of this machine."""
+    gpu = torch.device("cuda", 0)
+    cases = {}
+    for name, call in CALLS.items():
+        out = call(lambda x: x.to(gpu), contextlib.nullcontext)
+        torch.cuda.synchronize()
+        cases[name] = {key: value.cpu() for key, value in out.items()}
+        print(name, {key: list(value.shape) for key, value in cases[name].items()}, flush=True)
+    versions = {p: importlib.metadata.version(p) for p in ("torch", "nvidia-cutlass-dsl", "quack-kernels")}
+    torch.save({"gpu": torch.cuda.get_device_name(gpu), "versions": versions, "cases": cases}, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
