@@ -10,8 +10,10 @@ SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "3"))
 OURS = "tests.emulator.ours:"
 LENGTHS = [0, 1, 31, 33, 0, 129, 300, 0]
 JAGGED = [5, 0, 1, 130, 7, 33, 64, 2]
+SHORT = [0, 1, 33, 0, 129, 0]
 
 FORWARD = {
+    "split keys": dict(lengths=[2100, 0, 1025, 5, 1024], queries=3, heads=2, kv_heads=1),
     "module": dict(lengths=LENGTHS, queries=33, int64=True, slack=9),
     "groups of 32, jagged": dict(lengths=LENGTHS, queries=JAGGED, shared=False, block=[32, 128], slack=3),
     "causal, grouped heads, head 64": dict(
@@ -20,16 +22,18 @@ FORWARD = {
     "square": dict(lengths=[129, 7], queries=130, heads=1, kv_heads=1, block=[32, 32]),
 }
 BACKWARD = {
-    "module": dict(lengths=LENGTHS, queries=33, config=dict(grad_format="mxfp8"), int64=True, slack=9),
+    "module": dict(lengths=SHORT, queries=33, config=dict(grad_format="mxfp8"), int64=True, slack=9),
     "groups of 32, jagged, deterministic": dict(
-        lengths=LENGTHS, queries=JAGGED, shared=False, block=[32, 128], slack=3, deterministic=True, config=dict(grad_format="bf16")
+        lengths=SHORT, queries=[5, 1, 0, 7, 130, 2], heads=1, kv_heads=1, shared=False, block=[32, 128], slack=3, deterministic=True,
+        config=dict(grad_format="bf16"),
     ),
     "causal, grouped heads, head 64": dict(
-        lengths=[40, 0, 257, 130], queries=[40, 7, 300, 129], shared=False, causal=True, dim=64, heads=2, kv_heads=1,
+        lengths=[40, 0, 200], queries=[40, 7, 129], shared=False, causal=True, dim=64, heads=2, kv_heads=1,
         config=dict(grad_format="bf16", center_p_backward=False),
     ),
-    "more than a chunk of queries, gradient of lse": dict(
-        lengths=[7, 129], queries=520, heads=1, kv_heads=1, shared=False, with_dlse=True, config=dict(grad_format="mxfp8")
+    "more than a chunk of queries, gradient of lse, FP16 dQ": dict(
+        lengths=[40], queries=520, heads=1, kv_heads=1, dim=64, shared=False, with_dlse=True,
+        config=dict(grad_format="mxfp8", dq_dtype="float16"),
     ),
 }  # fmt: skip
 
@@ -51,4 +55,4 @@ def test_backward(sm90, name):
 
 @pytest.mark.parametrize(("rows", "dim"), [(32, 64), (128, 128)])
 def test_prepare(sm90, rows, dim):
-    check(sm90, "prepare", dict(lengths=LENGTHS, rows=rows, dim=dim))
+    check(sm90, "prepare", dict(lengths=SHORT, rows=rows, dim=dim, heads=1))
