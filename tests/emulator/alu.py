@@ -97,7 +97,11 @@ def _mul(c: Codegen, I: Instr) -> list[str]:
 
 def _widened(c: Codegen, x: Any, view: str) -> str:
     wide, dtype = _WIDE[view]
-    return c.const(wide, x.value) if isinstance(x, Imm) else f"{c.val(x, view)}.astype({dtype})"
+    if not isinstance(x, Imm):
+        return f"{c.val(x, view)}.astype({dtype})"
+    bits = 16 if view in "Hh" else 32  # of the operand: -1 is 0xFFFFFFFF to an unsigned product
+    value = x.value & ((1 << bits) - 1)
+    return c.const(wide, value - (1 << bits) if view in "hS" and value >> (bits - 1) else value)
 
 
 @alu("mul24")
@@ -122,9 +126,9 @@ def _fma(c: Codegen, I: Instr) -> list[str]:
     if t == "f32x2":
         only(I, "rn ftz f32x2")
         return c.pairs(A[0], f"({c.val(A[1], 'X')}.astype(f64)*{c.val(A[2], 'X')}+{c.val(A[3], 'X')})")
-    if t == "bf16" and I.parts[-2] == "f32":  # fma.rn.f32.bf16: mixed precision
-        only(I, "rn f32 bf16")
-        a, b = (f"bf16_to_f32({c.val(x, 'H')})" for x in A[1:3])
+    if t in ("bf16", "f16") and I.parts[-2] == "f32":  # fma.rn.f32.bf16: mixed precision
+        only(I, "rn f32 bf16 f16")
+        a, b = (f"bf16_to_f32({c.val(x, 'H')})" if t == "bf16" else f"{c.val(x, 'H')}.view(f16).astype(f32)" for x in A[1:3])
         return c.assign(A[0], f"{a}.astype(f64)*{b}+{c.val(A[3], 'F')}", "F")
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
         return _half(c, I, "(a.astype(f64)*b+c_).astype(f32)".replace("c_", "c"))
