@@ -7,7 +7,7 @@ forward and backward are made of (``modules.PMA``).
 
 from fused_ops.gemm_norm_backward.interface import GemmNormGradients, gemm_norm_backward
 from fused_ops.gemm_quantize.interface import gemm_quantize
-from fused_ops.rmsnorm_quantize.interface import CentredNorm, rmsnorm_center_quantize, rmsnorm_quantize
+from fused_ops.rmsnorm_quantize.interface import CentredNorm, rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize
 from fused_ops.scale_layout.interface import gather_scales, scatter_scales
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "gemm_norm_backward",
     "gemm_quantize",
     "rmsnorm_center_quantize",
+    "rmsnorm_center_scatter",
     "rmsnorm_quantize",
     "scatter_scales",
 ]

@@ -49,7 +49,8 @@ def _reference_reason(features: Features) -> str:
     return ""
 
 
-def _kernel_reason(name: str, device: torch.device, features: Features) -> str:
+def device_reason(name: str, device: torch.device) -> str:
+    """Why kernels of architecture ``name`` ("sm90", "sm100") cannot run on ``device`` in this process, "" if they can."""
     if importlib.util.find_spec(_MODULES[name]) is None:
         return f"this version has no {name} kernels"
     if device.type != "cuda":
@@ -62,6 +63,12 @@ def _kernel_reason(name: str, device: torch.device, features: Features) -> str:
         return f"{name} kernels need compute capability {wanted}, and {device} has {_dotted(capability)}"
     if importlib.util.find_spec("cutlass") is None:
         return f"{name} kernels need the package nvidia-cutlass-dsl (extra 'kernels'), which is not installed"
+    return ""
+
+
+def _kernel_reason(name: str, device: torch.device, features: Features) -> str:
+    if reason := device_reason(name, device):
+        return reason
     if not all((features.config.round_p, features.config.round_do, features.config.round_ds)):
         return "config.round_p, round_do and round_ds must be True: only the reference can leave a tensor unrounded"
     if features.q_mean:

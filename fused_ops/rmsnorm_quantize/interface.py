@@ -1,12 +1,17 @@
 """``rmsnorm_quantize`` and ``rmsnorm_center_quantize``: checks, operator ``fused_ops::rmsnorm_quantize``, public functions."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fused_ops.backend import choose
 from fused_ops.operands import FLOATS, check_device
 from fused_ops.rmsnorm_quantize import reference
+from fused_ops.rmsnorm_quantize.config import unsupported
+from fused_ops.scale_layout.interface import sf_shape
+from fused_ops.scale_layout.reference import scatter_scales
 from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
 from lp_fa4.operator import custom_op
 
@@ -36,20 +41,33 @@ def rmsnorm_quantize_op(
     exponent: Tensor | None,
     center: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scale, rstd, mean, total, normed: plain tensors, bytes for FP8."""
-    out = reference.rmsnorm_quantize(x, weight, eps, offsets, (block[0], block[1]), exponent, center, keep)
-    mean, total, normed = out.mean, out.total, out.normed
+    scale_axes: list[int] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scale, rstd, mean, total, normed, swizzled scales of axis 0 and of axis 1: plain tensors, bytes for FP8; empty if not asked
+    for."""
+    shape, axes = (block[0], block[1]), tuple(scale_axes or ())
+    reason = unsupported(x.shape[-1], x.numel() // max(x.shape[-1], 1), str(x.dtype).removeprefix("torch."), shape[1])
+    if choose("rmsnorm_quantize", x.device, backend, reason) != "reference":
+        from fused_ops.rmsnorm_quantize import kernel
+
+        codes, scale, rstd, mean, total, normed, atoms = kernel.rmsnorm_quantize(
+            x, weight, eps, offsets, shape, exponent, center, keep, axes
+        )
+    else:
+        out = reference.rmsnorm_quantize(x, weight, eps, offsets, shape, exponent, center, keep)
+        codes, scale, rstd, mean, total, normed = out.xn.codes, out.xn.scale_bytes, out.rstd, out.mean, out.total, out.normed
+        atoms = tuple(scatter_scales(scale, shape, *x.shape, offsets, axis) if axis in axes else None for axis in (0, 1))
     # An operator may not return one tensor twice, so empty results are made one by one.
     if not center:
         mean, total = (x.new_empty(0, dtype=torch.float32) for _ in range(2))
     if not keep:
         normed = x.new_empty(0, dtype=torch.bfloat16)
-    return out.xn.codes, out.xn.scale_bytes, out.rstd, mean, total, normed
+    return codes, scale, rstd, mean, total, normed, *(x.new_empty(0, dtype=torch.uint8) if a is None else a for a in atoms)
 
 
 @rmsnorm_quantize_op.register_fake
-def _(x, weight, eps, offsets, block, exponent, center, keep):
+def _(x, weight, eps, offsets, block, exponent, center, keep, scale_axes=None, backend="auto"):
     *lead, tokens, columns = x.shape
     rows = 1 if block[0] == 0 else scale_rows(tokens, offsets)
     batch = 1 if offsets is None else offsets.shape[0] - 1
@@ -61,6 +79,7 @@ def _(x, weight, eps, offsets, block, exponent, center, keep):
         x.new_empty(sums, dtype=torch.float32),
         x.new_empty(sums, dtype=torch.float32),
         x.new_empty(x.shape if keep else (0,), dtype=torch.bfloat16),
+        *(x.new_empty(sf_shape(tokens, columns, offsets, i) if i in (scale_axes or ()) else (0,), dtype=torch.uint8) for i in (0, 1)),
     )
 
 
@@ -118,6 +137,7 @@ def rmsnorm_quantize(
     block: tuple[int, int] = (32, 32),
     *,
     exponent: int | Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[MXTensor, Tensor]:
     """MXFP8 of ``x * rsqrt(mean(x^2) + eps) * weight``, FP32 up to the one rounding to E4M3.
 
@@ -128,6 +148,8 @@ def rmsnorm_quantize(
         block: ``(32, 32)``, ``(32, D)``, ``(128, D)``, or ``(0, D)``: static exponents, by default from the bound of
             :func:`norm_exponent`, so that no ``amax`` is needed and nothing clips.
         exponent: for a static block, the exponents to use instead.
+        backend: ``"auto"`` (a kernel where the device has one), ``"reference"``, ``"sm90"`` or ``"sm100"``. The kernels sum the squares
+            of a row in another order than the reference; given ``rstd``, every byte is the same.
 
     Returns: ``(xn, rstd)``: MXTensor shaped like ``x``, and FP32 ``[..., T]`` for the backward (0 past ``offsets[-1]``).
 
@@ -135,9 +157,19 @@ def rmsnorm_quantize(
     """
     _check(x, weight, eps, offsets, block)
     codes, scale, rstd, *_ = rmsnorm_quantize_op(
-        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, False), False, False
+        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, False), False, False, None, backend
     )
     return MXTensor.from_bytes(codes, scale, block, offsets, 0 if offsets is not None else x.dim() - 2), rstd
+
+
+def _centred(x, weight, eps, offsets, block, exponent, keep, scale_axes, backend) -> tuple[CentredNorm, tuple[Tensor, Tensor]]:
+    _check(x, weight, eps, offsets, block)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}; the centred norm takes [tokens, columns]")
+    codes, scale, rstd, mean, total, normed, *atoms = rmsnorm_quantize_op(
+        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, True), True, keep, scale_axes, backend
+    )
+    return CentredNorm(MXTensor.from_bytes(codes, scale, block, offsets), rstd, mean, total, normed if keep else None), tuple(atoms)
 
 
 def rmsnorm_center_quantize(
@@ -149,15 +181,34 @@ def rmsnorm_center_quantize(
     *,
     exponent: int | Tensor | None = None,
     keep: bool = False,
+    backend: str = "auto",
 ) -> CentredNorm:
     """:func:`rmsnorm_quantize` with the mean of each sequence (of 64 of its rows) taken away before the rounding.
 
     ``x`` is ``[T, C]``; ``offsets=None`` makes it one sequence. ``keep=True`` also returns BF16 of the centred rows.
     """
-    _check(x, weight, eps, offsets, block)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {list(x.shape)}; the centred norm takes [tokens, columns]")
-    codes, scale, rstd, mean, total, normed = rmsnorm_quantize_op(
-        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, True), True, keep
-    )
-    return CentredNorm(MXTensor.from_bytes(codes, scale, block, offsets), rstd, mean, total, normed if keep else None)
+    return _centred(x, weight, eps, offsets, block, exponent, keep, None, backend)[0]
+
+
+def rmsnorm_center_scatter(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    offsets: Tensor | None = None,
+    block: tuple[int, int] = (32, 32),
+    *,
+    axes: Sequence[int] = (0, 1),
+    exponent: int | Tensor | None = None,
+    keep: bool = False,
+    backend: str = "auto",
+) -> tuple[CentredNorm, tuple[Tensor | None, Tensor | None]]:
+    """:func:`rmsnorm_center_quantize`, and ``scatter_scales`` of its result for the ``axes`` asked for, written by the same kernel.
+
+    Returns: the norm, and the swizzled buffers of axis 0 and of axis 1, None where not asked for.
+    """
+    if not axes or any(axis not in (0, 1) for axis in axes):
+        raise ValueError(f"axes is {tuple(axes)}; allowed are (0,), (1,) and (0, 1)")
+    if block[1] % 32:
+        raise ValueError(f"block is {block}; scale atoms hold one byte for 32 columns, so its columns must be a multiple of 32")
+    norm, atoms = _centred(x, weight, eps, offsets, block, exponent, keep, list(axes), backend)
+    return norm, (atoms[0] if 0 in axes else None, atoms[1] if 1 in axes else None)

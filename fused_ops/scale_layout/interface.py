@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fused_ops.backend import choose
 from fused_ops.scale_layout import reference
 from lp_fa4.mx import GROUP, SF_TILE, MXTensor, check_offsets, scale_rows, sf_tiles
 from lp_fa4.operator import custom_op
@@ -17,13 +18,21 @@ def sf_shape(tokens: int, columns: int, offsets: Tensor | None, axis: int) -> tu
 
 
 @custom_op("fused_ops::scatter_scales", mutates_args=())
-def scatter_scales_op(scale: Tensor, block: list[int], tokens: int, columns: int, offsets: Tensor | None, axis: int) -> Tensor:
+def scatter_scales_op(
+    scale: Tensor, block: list[int], tokens: int, columns: int, offsets: Tensor | None, axis: int, backend: str = "auto"
+) -> Tensor:
     """Swizzled buffer, uint8."""
+    unsupported = f"there are {tokens} tokens; the kernel counts them in 32 bits" if tokens >= 2**31 else ""
+    if choose("scatter_scales", scale.device, backend, unsupported) != "reference":
+        from fused_ops.scale_layout import kernel
+
+        shape = sf_shape(tokens, columns, offsets, axis)
+        return kernel.scatter_scales(scale, (block[0], block[1]), tokens, columns, offsets, axis, shape)
     return reference.scatter_scales(scale, (block[0], block[1]), tokens, columns, offsets, axis)
 
 
 @scatter_scales_op.register_fake
-def _(scale, block, tokens, columns, offsets, axis):
+def _(scale, block, tokens, columns, offsets, axis, backend="auto"):
     return scale.new_empty(sf_shape(tokens, columns, offsets, axis))
 
 
@@ -43,11 +52,13 @@ def _check_axis(axis: int) -> None:
         raise ValueError(f"axis is {axis}; allowed are 0 (contract over tokens) and 1 (contract over columns)")
 
 
-def scatter_scales(x: MXTensor, axis: int) -> Tensor:
+def scatter_scales(x: MXTensor, axis: int, *, backend: str = "auto") -> Tensor:
     """The scales of ``x [T, C]`` in the swizzled layout of an MMA that contracts over ``axis``.
 
     The payload is not touched: one payload serves both axes. ``axis=1``: MMA rows are tokens; ``axis=0``: MMA rows are columns and
     each sequence starts at a 128-token tile of its own (``offsets[b] // 128 + b``). Layout, tile rule and atoms: ``lp_fa4.mx.layout``.
+
+    ``backend``: ``"auto"``, ``"reference"``, ``"sm90"`` or ``"sm100"``; the bytes are the same.
 
     Returns: uint8 ``[row tiles, k tiles, 32, 4, 4]``, written throughout: every pad is 0.
 
@@ -61,7 +72,7 @@ def scatter_scales(x: MXTensor, axis: int) -> Tensor:
     if x.block[1] % GROUP:
         raise ValueError(f"x has block {x.block}; scale atoms hold one byte for 32 columns, so its columns must be a multiple of 32")
     tokens, columns = x.shape
-    return scatter_scales_op(x.scale_bytes.contiguous(), list(x.block), tokens, columns, x.offsets, axis)
+    return scatter_scales_op(x.scale_bytes.contiguous(), list(x.block), tokens, columns, x.offsets, axis, backend)
 
 
 def gather_scales(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None = None, *, axis: int) -> Tensor:

@@ -77,7 +77,8 @@ def _check_block(block: tuple[int, int], columns: int) -> None:
         )
 
 
-def _static_bytes(exponent: int | Tensor, blocks: int, device: torch.device) -> Tensor:
+def static_bytes(exponent: int | Tensor, blocks: int, device: torch.device) -> Tensor:
+    """Scale bytes of a static tensor, uint8 ``[blocks]``, from an exponent or an integer tensor that expands to them."""
     if isinstance(exponent, int):
         if not -127 <= exponent <= 127:
             raise ValueError(f"exponent is {exponent}; allowed is -127 to 127")
@@ -205,7 +206,7 @@ def _quantize_static(
     count = blocks
     for n in inner:
         count *= n
-    scale = _static_bytes(exponent, count, x.device).reshape(*inner, blocks).unsqueeze(axis)
+    scale = static_bytes(exponent, count, x.device).reshape(*inner, blocks).unsqueeze(axis)
     scaled = x.to(torch.float32) * expand_scale(inverse_scale(scale), x.shape, block, offsets, axis)
     if validate and bool((scaled.abs() > E4M3_MAX).any()):
         worst = float(scaled.abs().nan_to_num(0.0, 0.0).amax())

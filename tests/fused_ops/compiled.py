@@ -1,0 +1,58 @@
+"""Compile the fused kernels for one target in a process of its own and report resources: ``python -m tests.fused_ops.compiled sm_103a``.
+
+One JSON line per variant, as ``tests.sm100.compiled`` has them.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+NORMS = {
+    "module": dict(columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=0, width=128, centred=True),
+    "module 512, kept": dict(columns=512, dtype="bfloat16", weight_dtype="float32", block_tokens=0, width=128, centred=True, keep=True),
+    "square, atoms": dict(
+        columns=512, dtype="bfloat16", weight_dtype="bfloat16", block_tokens=32, width=32, centred=True, sf_columns=True, sf_tokens=True
+    ),
+    "token blocks of 384": dict(columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=128),
+    "384, kept, an atom": dict(
+        columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=32, centred=True, keep=True, sf_columns=True
+    ),
+    "512, kept": dict(columns=512, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=128, centred=True, keep=True),
+    "256 of FP32": dict(columns=256, dtype="float32", weight_dtype="float32", block_tokens=32, width=32, centred=True, sf_tokens=True),
+    "1024": dict(columns=1024, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=32, centred=True),
+    "tile blocks": dict(columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=128, width=128, centred=True),
+    "8192, dense": dict(
+        columns=8192, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=32, dense=True, centred=True, keep=True
+    ),
+}
+
+
+def main(arch: str, names: list[str]) -> None:
+    """Print one JSON line per variant."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder)
+        from fused_ops.rmsnorm_quantize.config import NormSpec
+        from fused_ops.rmsnorm_quantize.kernel import _compile_norm_mean, _compile_norm_quantize
+        from fused_ops.scale_layout.kernel import ScatterSpec, _compile_scatter_scales
+        from tests.sm100.compiled import inspect
+
+        def compile_norm(name):
+            spec = NormSpec(**NORMS[name])
+            _compile_norm_quantize(arch, None if spec.dense else "int32", spec)
+
+        variants = {name: lambda name=name: compile_norm(name) for name in NORMS}
+        variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384)
+        for axis in (0, 1):
+            variants[f"scatter {axis}"] = lambda axis=axis: _compile_scatter_scales(arch, "int32", ScatterSpec(axis, 32, False, False))
+        for name in names or variants:
+            before = set(Path(folder).glob("*.cubin"))
+            variants[name]()
+            (cubin,) = set(Path(folder).glob("*.cubin")) - before
+            print(json.dumps({"name": name, **inspect(cubin)}), flush=True)
+            cubin.unlink()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,151 @@
+"""Cases of the fused kernels for ``tests.emulator.worker`` (JSON arguments only), and what counts as right, on a GPU too.
+
+Right, for the norm: ``rstd``, mean and total differ from the reference's by the order of FP32 sums, so they are compared with a
+tolerance. Given the kernel's own ``rstd`` and mean, everything else is compared bit by bit with the definition; against the reference as
+it is, codes may differ where a last bit of ``rstd`` moves an element across a rounding boundary, and their number is bounded.
+"""
+
+import torch
+from torch import Tensor
+
+from fused_ops.rmsnorm_quantize import reference
+from fused_ops.rmsnorm_quantize.interface import norm_exponent
+from fused_ops.rmsnorm_quantize.kernel import KernelOutput, rmsnorm_quantize
+from fused_ops.scale_layout import reference as layout
+from fused_ops.scale_layout.interface import sf_shape
+from fused_ops.scale_layout.kernel import scatter_scales
+from lp_fa4.mx import MXTensor, quantize_mx
+from tests.conftest import offsets_of
+from tests.emulator.kernels import Case
+from tests.emulator.ours import host
+
+EPS = 1e-6
+RSTD_TOLERANCE = 4e-7
+"""Relative: a sum of n squares in another order, n <= 8192, in trees of depth under 60 halves its error in the root; two roundings."""
+CODES_APART = 2e-3
+"""Share of codes that may differ from the reference's: a relative change of 2e-7 moves 2e-7 * 2^4 of E4M3's elements, and a block whose
+maximum sits at a power of two may change its byte, 1024 codes at once."""
+
+
+def poison() -> None:
+    """Fresh memory is poison, in a process of its own."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def values(tokens: int, columns: int, dtype: torch.dtype, used: int, seed: int, device: str = "cpu") -> Tensor:
+    """Rows of sizes 2^±20 around a common mean, a zero row, a denormal row, NaN past ``used``."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    size = torch.randint(-20, 21, (tokens, 1), generator=generator, device=device).float()
+    if dtype == torch.float16:
+        size = size / 2
+    x = (torch.randn(tokens, columns, generator=generator, device=device) + 0.5) * torch.exp2(size)
+    x[5:6] = 0.0
+    x[7:8] *= 1e-6
+    x[used:] = torch.nan
+    return x.to(dtype)
+
+
+def check_norm(x: Tensor, weight: Tensor, offsets, block, exponent, center: bool, keep: bool, got: KernelOutput) -> None:
+    """See the module's docstring."""
+    want = reference.rmsnorm_quantize(x, weight, EPS, offsets, block, exponent, center, keep)
+    torch.testing.assert_close(got.rstd, want.rstd, rtol=RSTD_TOLERANCE, atol=0, equal_nan=True)
+    valid = torch.ones(x.shape[0], 1, dtype=torch.bool, device=x.device) if offsets is None else reference.inside(offsets, x.shape[0])
+    xf = torch.where(valid, x.float(), 0.0) if x.dim() == 2 else x.float()
+    xf = xf * got.rstd[..., None] * weight.float()
+    if center:
+        bounds = torch.tensor([0, x.shape[0]], device=x.device) if offsets is None else offsets
+        xf = xf - reference.per_token(got.mean, bounds, x.shape[0])
+        scale = weight.float().abs().max() * x.shape[-1] ** 0.5
+        torch.testing.assert_close(got.mean, want.mean, rtol=0, atol=float(1e-6 * scale), equal_nan=True)
+        exact = reference.segment_sum(xf.double(), bounds) if bounds.shape[0] > 1 else xf.new_zeros(got.total.shape).double()
+        slack = reference.segment_sum(xf.abs(), bounds) if bounds.shape[0] > 1 else exact
+        error = (got.total.double() - exact).abs()
+        assert bool(((error <= 1e-6 * slack + 1e-30) | (error.isnan() & exact.isnan())).all()), f"total: {error.nan_to_num().max()}"
+    mx = quantize_mx(xf, block, offsets, token_dim=0 if offsets is not None else -2, exponent=exponent)
+    for name, mine, theirs in (("codes", got.codes, mx.codes), ("scales", got.scales, mx.scale_bytes)):
+        wrong = (mine != theirs).nonzero()
+        assert mine.shape == theirs.shape and len(wrong) == 0, f"{name}: {len(wrong)} differ, first at {wrong[:1].tolist()}"
+    apart = float((got.codes != want.xn.codes).float().mean()) if got.codes.numel() else 0.0
+    assert apart <= CODES_APART or center, f"{apart:.3g} of the codes are not the reference's"
+    if keep:
+        assert torch.equal(got.normed.view(torch.int16), xf.to(torch.bfloat16).view(torch.int16)) or torch.equal(
+            got.normed.nan_to_num(), xf.to(torch.bfloat16).nan_to_num()
+        ), "normed"
+    for axis in (0, 1):
+        if got.atoms[axis] is not None:
+            atoms = layout.scatter_scales(mx.scale_bytes, block, *x.shape, offsets, axis)
+            assert torch.equal(got.atoms[axis], atoms), f"atoms of axis {axis}"
+
+
+def norm(
+    arch: str,
+    lengths: list[int] | None,
+    columns: int,
+    *,
+    dtype: str = "bfloat16",
+    weight_dtype: str = "float32",
+    block: tuple[int, int] = (32, 32),
+    center: bool = False,
+    keep: bool = False,
+    axes: tuple[int, ...] = (),
+    capacity: int = 0,
+    shape: list[int] | None = None,
+    int64: bool = False,
+    bad: list[int] | None = None,
+    strided: bool = False,
+    seed: int = 0,
+) -> Case:
+    """``lengths`` None: dense ``shape``. ``capacity``: NaN rows past the end. ``bad``: rows with a NaN, an infinity and minus infinity."""
+    poison()
+    kind = getattr(torch, dtype)
+    offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
+    used = sum(lengths) if lengths is not None else 0
+    if lengths is None:
+        rows = int(torch.tensor(shape).prod())
+        x = values(rows, columns, kind, rows, seed).reshape(*shape, columns)
+    else:
+        x = values(used + capacity, columns, kind, used, seed)
+    for row, what in zip(bad or [], (torch.nan, torch.inf, -torch.inf), strict=False):
+        x.view(-1, columns)[row, (7 * row) % columns] = what
+    if strided:
+        x = torch.cat([x, torch.full_like(x, torch.nan)], dim=-1)[..., :columns]
+    generator = torch.Generator().manual_seed(seed + 1)
+    weight = ((torch.rand(columns, generator=generator) + 0.5) * torch.exp2(torch.randint(-3, 4, (columns,), generator=generator))).to(
+        getattr(torch, weight_dtype)
+    )
+    width = (block[0], block[1])
+    exponent = norm_exponent(weight, width[1], centred=center) if width[0] == 0 else None
+    if exponent is not None:
+        exponent[:1] -= 12  # too small on purpose: large values saturate
+    given = (x, weight, EPS, offsets, width, exponent, center, keep)
+
+    def call() -> KernelOutput:
+        with host(arch):
+            return rmsnorm_quantize(*given, tuple(axes))
+
+    name = f"rmsnorm_quantize {lengths or shape} {columns} {dtype} {block} center={center}"
+    return Case(name, arch, None, call, lambda got: check_norm(x, weight, offsets, width, exponent, center, keep, got))
+
+
+def scatter(
+    arch: str, lengths: list[int] | None, columns: int, *, axis: int, block: list[int], tokens: int = 0, capacity: int = 0, seed: int = 0
+) -> Case:
+    """Scales of random rows to the buffer of ``axis``; ``lengths`` None: dense, ``tokens`` rows."""
+    poison()
+    offsets = None if lengths is None else offsets_of(lengths)
+    tokens = tokens if lengths is None else sum(lengths) + capacity
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, columns, generator=generator) * torch.exp2(torch.randint(-20, 20, (tokens, 1), generator=generator))
+    exponent = torch.randint(-9, 9, (columns // block[1],), generator=generator) if block[0] == 0 else None
+    mx: MXTensor = quantize_mx(x, (block[0], block[1]), offsets, token_dim=0, exponent=exponent)
+
+    def call() -> Tensor:
+        with host(arch):
+            shape = sf_shape(tokens, columns, offsets, axis)
+            return scatter_scales(mx.scale_bytes, mx.block, tokens, columns, offsets, axis, shape)
+
+    def verify(got: Tensor) -> None:
+        assert torch.equal(got, layout.scatter_scales(mx.scale_bytes, mx.block, tokens, columns, offsets, axis))
+
+    return Case(f"scatter_scales {lengths or tokens} {columns} axis={axis} {block}", arch, None, call, verify)

@@ -1,0 +1,24 @@
+"""What the assembler made of the fused kernels, for every target (each in a process of its own): no stack, no local memory, two CTAs of 256
+threads or one of 512 on a multiprocessor, and E4M3 conversions by the hardware."""
+
+import pytest
+
+from tests.sm100.test_compiled import lines
+
+NAMES = {
+    "sm_90a": (),
+    "sm_100a": (),
+    "sm_103a": ("module", "square, atoms", "tile blocks", "mean", "scatter 0", "scatter 1"),
+}
+"""Variants of ``tests.fused_ops.compiled``; none named: all."""
+
+
+@pytest.mark.parametrize("arch", NAMES)
+def test_no_spill(arch):
+    found = lines("tests.fused_ops.compiled", arch, *NAMES[arch])
+    assert len(found) >= max(6, len(NAMES[arch]))
+    for report in found:
+        sass = report["sass"]
+        assert report["stack"] == 0 and report["local"] == 0 and not {"STL", "LDL"} & sass.keys(), report
+        assert report["reg"] <= 128, report
+        assert report["name"] == "mean" or report["name"].startswith("scatter") or "F2FP.SATFINITE.E4M3" in sass, report

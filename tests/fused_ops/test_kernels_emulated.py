@@ -1,0 +1,60 @@
+"""The fused kernels, executed by the emulator for both architectures under adversarial schedules with the race checker (cases, and what is
+right: ``kernel_cases``). ``EMULATOR_SCHEDULES=8`` runs more schedules."""
+
+import os
+
+import pytest
+
+from tests.emulator.worker import Worker
+
+pytestmark = pytest.mark.emulator
+
+SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "2"))
+ARCHS = ("sm_90a", "sm_100a")
+LENGTHS = [0, 1, 33, 0, 70, 0]
+
+NORMS = {
+    "static, centred: the module": dict(lengths=LENGTHS, columns=96, block=[0, 96], center=True, keep=True, capacity=9, bad=[1, 40]),
+    "square, centred, both atoms": dict(lengths=LENGTHS, columns=96, center=True, axes=[0, 1], capacity=37, int64=True, bad=[1, 3, 60]),
+    "token blocks over two slabs": dict(lengths=[31, 129], columns=192, block=[32, 192], dtype="float16", weight_dtype="bfloat16"),
+    "blocks of a tile, read again": dict(lengths=[0, 130, 31], columns=64, block=[128, 64], center=True, capacity=3, axes=[1]),
+    "dense, FP32, strided rows": dict(lengths=None, shape=[2, 70], columns=32, dtype="float32", strided=True),
+    "one dense sequence, static": dict(lengths=None, shape=[65], columns=64, block=[0, 32], center=True, axes=[0]),
+    "no tokens in any sequence": dict(lengths=[0, 0], columns=32, capacity=5, center=True),
+}
+SCATTERS = {
+    "square": dict(lengths=[0, 1, 33, 129, 0], columns=160, block=[32, 32], capacity=200),
+    "a partial block of columns": dict(lengths=None, tokens=130, columns=72, block=[32, 32]),
+    "wide, repeated over a tile": dict(lengths=[5, 131], columns=192, block=[128, 96]),
+    "static": dict(lengths=[0, 40, 0], columns=64, block=[0, 64], capacity=100),
+}
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def worker(request):
+    made = Worker(request.param)
+    yield made
+    made.close()
+
+
+def check(worker, builder: str, arguments: dict) -> None:
+    answer = worker.run("tests.fused_ops.kernel_cases:" + builder, arguments, schedules=SCHEDULES)
+    assert len(answer["schedules"]) == SCHEDULES
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm(worker, name):
+    check(worker, "norm", NORMS[name])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatter(worker, name, axis):
+    check(worker, "scatter", dict(SCATTERS[name], axis=axis))
+
+
+def test_nothing_is_launched_for_nothing(worker):
+    """No sequences at all, and no rows: results without a kernel."""
+    check(worker, "norm", dict(lengths=[], columns=32, capacity=5, center=True, axes=[0, 1]))
+    check(worker, "norm", dict(lengths=[0, 0, 0], columns=32, block=[0, 32], center=True))
+    check(worker, "scatter", dict(lengths=[], columns=32, block=[32, 32], capacity=300, axis=1))

@@ -1,0 +1,94 @@
+"""The fused norm and the scale scatter on the device: bits against the definition (``tests.fused_ops.kernel_cases.check_norm``)."""
+
+import pytest
+import torch
+
+from fused_ops import rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize, scatter_scales
+from fused_ops.rmsnorm_quantize.interface import norm_exponent
+from lp_fa4.mx import quantize_mx
+from tests.gpu.problems import DEVICE, offsets_of, poison
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (0, 1, 31, 32, 33, 0, 127, 128, 129, 640, 4095, 0)
+
+
+@pytest.mark.parametrize("columns", [32, 96, 128, 384, 512, 1024, 2880, 8192])
+@pytest.mark.parametrize("block", [(32, 32), (0, 32), (32, 0), (128, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bits_of_the_definition(columns, block, dtype):
+    from fused_ops.rmsnorm_quantize.kernel import rmsnorm_quantize as kernel
+    from tests.fused_ops.kernel_cases import EPS, check_norm, values
+
+    block = (block[0], block[1] or columns)
+    offsets, used = offsets_of(LENGTHS), sum(LENGTHS)
+    weight = torch.rand(columns, device=DEVICE) + 0.5
+    for center in (False, True):
+        x = values(used + 50, columns, dtype, used, 0, str(DEVICE))
+        for row, bad in zip((40, 300, 700), (torch.nan, torch.inf, -torch.inf), strict=True):
+            x[row, row % columns] = bad
+        exponent = norm_exponent(weight, block[1], centred=center) if block[0] == 0 else None
+        poison()
+        got = kernel(x, weight, EPS, offsets, block, exponent, center, True, (0, 1))
+        check_norm(x, weight, offsets, block, exponent, center, True, got)
+
+
+def test_a_million_rows_and_three():
+    from fused_ops.rmsnorm_quantize.kernel import rmsnorm_quantize as kernel
+    from tests.fused_ops.kernel_cases import EPS, check_norm, values
+
+    lengths = [1_000_003 - 50_000 * 7, *[50_000] * 7]
+    offsets, x = offsets_of(lengths), values(1_000_003, 128, torch.bfloat16, 1_000_003, 0, str(DEVICE))
+    weight = torch.rand(128, device=DEVICE) + 0.5
+    check_norm(x, weight, offsets, (32, 32), None, False, False, kernel(x, weight, EPS, offsets, (32, 32), None, False, False))
+
+
+def test_offsets_past_two_to_the_31():
+    """6 M rows of 384: the last rows equal those of a call of their own."""
+    rows, tail = 6_000_000, 5_000
+    x = torch.zeros(rows, 384, device=DEVICE, dtype=torch.bfloat16)
+    x[-tail:] = torch.randn(tail, 384, device=DEVICE)
+    weight = torch.rand(384, device=DEVICE) + 0.5
+    big, _ = rmsnorm_quantize(x, weight, offsets=torch.tensor([0, rows - tail, rows], device=DEVICE))
+    small, _ = rmsnorm_quantize(x[-tail:].clone(), weight, offsets=torch.tensor([0, tail], device=DEVICE))
+    assert torch.equal(big.codes[-tail:], small.codes)
+    first = (rows - tail) // 32 + 1
+    assert torch.equal(big.scale_bytes[first : first + tail // 32], small.scale_bytes[: tail // 32])
+
+
+def test_public_functions_choose_the_kernel_and_repeat_bitwise():
+    offsets = offsets_of(LENGTHS)
+    x, weight = torch.randn(sum(LENGTHS), 384, device=DEVICE).bfloat16(), torch.rand(384, device=DEVICE) + 0.5
+    norm, atoms = rmsnorm_center_scatter(x, weight, offsets=offsets)
+    for axis in (0, 1):
+        scattered = scatter_scales(norm.xn, axis)
+        assert torch.equal(scattered, atoms[axis])
+        assert torch.equal(scattered, scatter_scales(norm.xn, axis, backend="reference"))
+    again = rmsnorm_center_quantize(x, weight, offsets=offsets)
+    assert torch.equal(again.total, norm.total) and torch.equal(again.xn.codes, norm.xn.codes)
+    plain = rmsnorm_center_quantize(x, weight, offsets=offsets, backend="reference")
+    apart = (plain.xn.codes != norm.xn.codes).float().mean()
+    assert float(apart) < 2e-3
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_swizzle_of_every_small_shape(axis):
+    for tokens in range(1, 301, 13):
+        for columns in range(32, 641, 32):
+            x = quantize_mx(torch.randn(tokens, columns, device=DEVICE))
+            assert torch.equal(scatter_scales(x, axis), scatter_scales(x, axis, backend="reference"))
+
+
+def test_graph_replays_with_other_lengths():
+    offsets = offsets_of([100, 28, 0, 200])
+    x, weight = torch.randn(400, 384, device=DEVICE).bfloat16(), torch.rand(384, device=DEVICE) + 0.5
+    rmsnorm_center_quantize(x, weight, offsets=offsets)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = rmsnorm_center_quantize(x, weight, offsets=offsets)
+    offsets.copy_(offsets_of([0, 300, 1, 60]))
+    graph.replay()
+    want = rmsnorm_center_quantize(x, weight, offsets=offsets)
+    assert torch.equal(got.xn.codes, want.xn.codes) and torch.equal(got.xn.scale_bytes, want.xn.scale_bytes)
+    assert torch.equal(got.mean, want.mean) and torch.equal(got.total, want.total)
