@@ -297,7 +297,7 @@ def mma_async(g: Any, I: Instr, m: np.ndarray) -> None:
             _submit(g, group, product)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def _row_words(descriptor: int, shape: tuple[int, int, bool, int], first: int, count: int) -> np.ndarray:
     """The 4-byte words of rows ``first`` to ``first + count`` of an operand, sorted."""
     rows, k, mn_major, element = shape
