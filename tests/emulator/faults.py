@@ -277,7 +277,7 @@ def campaign_cases() -> dict[str, Any]:
         "fa4_forward_sm100": (lambda: k.fa4_forward("sm_100a", 256, 512), FA4_FORWARD_SM100),
         "fa4_backward_sm100": (lambda: k.fa4_backward("sm_100a", 256, 256), FA4_BACKWARD_SM100),
         "fa4_backward_sm100_512": (lambda: k.fa4_backward("sm_100a", 512, 512), FA4_BACKWARD_SM100),
-        "quack_mxfp8_sm100": (lambda: k.quack_mxfp8_gemm("sm_100a", 200, 192, 1280), EARLY_USE),
+        "quack_mxfp8_sm100": (lambda: k.quack_mxfp8_gemm("sm_100a", 712, 192, 640), EARLY_USE),
         "quack_bf16_sm100": (lambda: k.quack_gemm("sm_100a", 256, 192, 640), EARLY_USE),
         "fa4_forward_sm90": (lambda: k.fa4_forward("sm_90a", 256, 512), NONE),
         "quack_bf16_sm90": (lambda: k.quack_gemm("sm_90a", 256, 192, 640), NONE),
