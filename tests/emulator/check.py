@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from .codegen import SIZE_OF_TYPE
 from .errors import EmulatorError
 from .memory import CTA_SHIFT, TensorMemory
 from .numerics import i32
@@ -653,6 +652,3 @@ class Checker:
                         "CTA exits while its shared memory or barriers are in use", f"CTA {cta.ctaid}", g.where(I), "exit of its last warp",
                         "a wait (producer tail, cluster barrier) before the exit", (I.index, -1),
                     )  # fmt: skip
-
-
-_ = SIZE_OF_TYPE

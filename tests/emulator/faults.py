@@ -237,7 +237,8 @@ class Campaign:
                     site.caught = f"{s}: {what}"
                     break
             self.log(
-                f"{n + 1}/{len(self.sites)} {site.kind} {site.where} acts={site.acts} slept={site.slept} -> {site.caught or 'MISSED'} ({time.time() - t:.1f} s)"
+                f"{n + 1}/{len(self.sites)} {site.kind} {site.where} acts={site.acts} slept={site.slept} -> "
+                f"{site.caught or 'MISSED'} ({time.time() - t:.1f} s)"
             )
 
     def table(self) -> str:
@@ -261,7 +262,8 @@ class Campaign:
         lines += [
             "",
             *(
-                f"* missed{'' if x.acts else ' (slept, orders nothing)' if x.slept else ' (never sleeps or acts)'}: {x.kind}, {x.where}, kernel {x.kernel[:60]}"
+                f"* missed{'' if x.acts else ' (slept, orders nothing)' if x.slept else ' (never sleeps or acts)'}: "
+                f"{x.kind}, {x.where}, kernel {x.kernel[:60]}"
                 for x in missed
             ),
         ]

@@ -47,7 +47,23 @@ class Unit:
 
 _AXES = ["%tid", "%ntid", "%ctaid", "%nctaid", "%cluster_ctaid", "%cluster_nctaid", "%clusterid", "%nclusterid"]
 SPECIAL_REGISTERS = {f"{base}.{axis}" for base in _AXES for axis in "xyz"} | set(
-    ["%laneid", "%warpid", "%nwarpid", "%smid", "%cluster_ctarank", "%cluster_nctarank", "%clock", "%clock64", "%globaltimer", "%dynamic_smem_size", "%lanemask_eq", "%lanemask_lt", "%lanemask_le", "%lanemask_gt", "%lanemask_ge"]
+    [
+        "%laneid",
+        "%warpid",
+        "%nwarpid",
+        "%smid",
+        "%cluster_ctarank",
+        "%cluster_nctarank",
+        "%clock",
+        "%clock64",
+        "%globaltimer",
+        "%dynamic_smem_size",
+        "%lanemask_eq",
+        "%lanemask_lt",
+        "%lanemask_le",
+        "%lanemask_gt",
+        "%lanemask_ge",
+    ]
 )
 
 _HEADER = "  U=g.U;S=g.S;F=g.F;D=g.D;L=g.L;E=g.E;H=g.H;h=g.h;f=g.f;X=g.X;U2=g.U2;H2=g.H2;P=g.P;Q=g.Q\n"

@@ -22,7 +22,7 @@ from ..memory import (
     write_shared_chunks,
 )
 from ..numerics import bf16_to_f32, f16, f32, f32_to_bf16, i32, u8, u16
-from ..ptx import Imm, Instr, Mem, TensorMem, Vec
+from ..ptx import Instr, Mem, TensorMem, Vec
 from ..registry import Wait, op
 from ..tensormap import Box, TensorMap, box
 from ..tensormap import read as read_descriptor
@@ -366,18 +366,15 @@ def store_async(g: Any, I: Instr, m: np.ndarray) -> None:
         if d % n:
             raise MemoryFaultError(f"st.async of {n} bytes at {d:#x}; {g.where(I)}")
         g.memory.check_shared_range(d, n, lambda: g.where(I))
-        token = None
+        token, value = None, values[lane].copy()
         if g.cluster.checker is not None:
             token = g.cluster.checker.issue_on_barrier(g, I, b)
             g.cluster.checker.shared_range(token, d, n, write=True)
 
-        def complete(d: int = d, b: int = b, v: np.ndarray = values[lane].copy(), token: Any = token) -> None:
+        def complete(d: int = d, b: int = b, v: np.ndarray = value, token: Any = token) -> None:
             g.memory.arena[d : d + n] = v.view(u8)
             if token is not None:
                 g.cluster.checker.complete(token)
             at(g.cluster, b).complete(n)
 
         load_operation(g, complete)
-
-
-_ = Imm

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..numerics import i32, i64, u32
-from ..ptx import Instr, Not, Pair, Reg, Vec
+from ..ptx import Instr, Not, Pair, Reg
 from ..registry import op
 
 
@@ -121,6 +121,3 @@ def trap(g: Any, I: Instr, m: np.ndarray) -> None:
     from ..errors import EmulatorError
 
     raise EmulatorError(f"trap executed; {g.where(I)}")
-
-
-_ = Vec

@@ -19,7 +19,7 @@ from ..errors import EmulatorError, MemoryFaultError, UnsupportedError
 from ..matrix import operand_addresses, operand_words
 from ..memory import CTA_SHIFT
 from ..numerics import DECODE, DECODE_E2M1, bf16_to_f32, f16, f32, u8, u16, u32
-from ..ptx import Imm, Instr, Mem, Not, Vec
+from ..ptx import Instr, Mem, Not, Vec
 from ..registry import Wait, op
 from .mbarrier import at
 
@@ -406,7 +406,7 @@ class Product:
         """Bounds of every operand; what the race checker has to know."""
         g, I, checker = self.g, self.I, self.g.cluster.checker
         token = checker.issue_tensor(g, I) if checker is not None else None
-        k, e = self._geometry()
+        _, e = self._geometry()
         for cta in self.ctas:
             base = cta.rank << CTA_SHIFT
             cta.tmem.check(self.d, self.d_columns, lambda: g.where(I))
@@ -461,6 +461,3 @@ def mma(g: Any, I: Instr, m: np.ndarray) -> None:
             raise UnsupportedError(f"{error}; {g.where(I)}") from None
         g.machine.submit(_queue(g), p.execute)
         g.machine.add("mma_flops", 2 * p.m * p.n * p.k)
-
-
-_ = Imm
