@@ -57,13 +57,15 @@ def rmsnorm_quantize_op(
     else:
         out = reference.rmsnorm_quantize(x, weight, eps, offsets, shape, exponent, center, keep)
         codes, scale, rstd, mean, total, normed = out.xn.codes, out.xn.scale_bytes, out.rstd, out.mean, out.total, out.normed
-        atoms = tuple(scatter_scales(scale, shape, *x.shape, offsets, axis) if axis in axes else None for axis in (0, 1))
+        swizzled = [scatter_scales(scale, shape, x.shape[0], x.shape[1], offsets, axis) if axis in axes else None for axis in (0, 1)]
+        atoms = (swizzled[0], swizzled[1])
     # An operator may not return one tensor twice, so empty results are made one by one.
     if not center:
         mean, total = (x.new_empty(0, dtype=torch.float32) for _ in range(2))
     if not keep:
         normed = x.new_empty(0, dtype=torch.bfloat16)
-    return codes, scale, rstd, mean, total, normed, *(x.new_empty(0, dtype=torch.uint8) if a is None else a for a in atoms)
+    first, second = (x.new_empty(0, dtype=torch.uint8) if a is None else a for a in atoms)
+    return codes, scale, rstd, mean, total, normed, first, second
 
 
 @rmsnorm_quantize_op.register_fake
