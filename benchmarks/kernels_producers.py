@@ -1,0 +1,184 @@
+"""The producers of MXFP8 operands against their limits and against what they replace: norm + quantize, projection + quantize, scales.
+
+    python -m benchmarks.kernels_producers [WORK ...] [--rounds N] [--out FILE.json]
+
+A work is timed with all its variants in turn, in one process, on random data. ``bytes`` are those that it must move (inputs read once,
+results written once), so the share is of the device's own copy, timed beside it on as many bytes. Before a work is timed, a small one of
+its kind must agree with the definition: no figure is printed for a kernel that is wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import format_table, say, time_interleaved, write_record
+
+HEAD_DIM = 128
+COPY = "copy"
+"""Variant of every work: a copy that reads and writes as many bytes together as the work must move."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row group of the table. ``variants``: name to call, ``ours`` first; ``flops``: of its products, 0 for none."""
+
+    name: str
+    variants: dict[str, Callable[[], object]]
+    bytes: float
+    flops: float = 0.0
+    notes: dict[str, float] = field(default_factory=dict)
+
+
+def lengths_of(tokens: int, longest: int = 4096) -> Tensor:
+    """Sequence lengths, uniform in 1 … ``longest``, that add up to ``tokens``; on the host."""
+    draw = torch.randint(1, longest + 1, (4 * tokens // longest + 8,), generator=torch.Generator().manual_seed(1))
+    ends = draw.cumsum(0)
+    count = int((ends < tokens).sum())
+    return torch.cat([draw[:count], (tokens - (ends[count - 1] if count else 0)).reshape(1)])
+
+
+def events(tokens: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """BF16 rows with a common mean, ``[tokens, columns]``, and int32 offsets of jagged sequences."""
+    x = torch.empty(tokens, columns, dtype=torch.bfloat16, device=device)
+    for piece in x.split(1 << 19):
+        piece.normal_(0.3, 1.0)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_of(tokens).cumsum(0)]).to(device, torch.int32)
+    return x, offsets
+
+
+def copy_of(count: float, device: torch.device) -> Callable[[], object]:
+    """A copy that moves ``count`` bytes, half of them read."""
+    source = torch.empty(int(count) // 2 // 4, dtype=torch.int32, device=device).fill_(7)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def norm_bytes(tokens: int, columns: int, sequences: int, *, block: int, centred: bool, keep: bool) -> float:
+    """Bytes of ``rmsnorm_quantize``: rows, codes, ``rstd``, scales; centred also 64 rows a sequence and its two sums."""
+    count = tokens * (2.0 * columns + columns + 4)
+    count += tokens // 32 * (columns // block) if block else 0
+    count += sequences * columns * (64 * 2 + 12) if centred else 0
+    return count + (tokens * 2.0 * columns if keep else 0)
+
+
+def norm_work(tokens: int, columns: int, device: torch.device, kind: str) -> Work:
+    """``kind``: "static" (the module's blocks, centred), "static plain" (not centred), "kept" (centred, BF16 of the rows too), "square"."""
+    from fused_ops import rmsnorm_center_quantize, rmsnorm_quantize
+    from lp_fa4.common.sequence_vectors import sample_mean
+    from lp_fa4.sm90.quantize import quantize
+
+    centred, keep = kind in ("static", "kept"), kind == "kept"
+    block = (32, 32) if kind == "square" else (0, HEAD_DIM)
+    x, offsets = events(tokens, columns, device)
+    weight = torch.rand(columns, device=device) + 0.5
+
+    def ours() -> object:
+        if centred:
+            return rmsnorm_center_quantize(x, weight, offsets=offsets, block=block, keep=keep)
+        return rmsnorm_quantize(x, weight, offsets=offsets, block=block)
+
+    def unfused() -> object:
+        """Norm to BF16, then a pass of its own that centres and quantizes."""
+        from quack.rmsnorm import rmsnorm_fwd
+
+        rows = rmsnorm_fwd(x, weight, eps=1e-6, store_rstd=True)[0].view(tokens, -1, HEAD_DIM)
+        if not centred:
+            return quantize(rows, offsets, block=32)
+        return quantize(rows, offsets, block=32, means=sample_mean(rows, offsets), sums=True)
+
+    count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=block[1] if block[0] else 0, centred=centred, keep=keep)
+    variants = {"rmsnorm_quantize": ours, "norm, then quantize": unfused, COPY: copy_of(count, device)}
+    return Work(f"rmsnorm_quantize {kind}, {tokens / 1e6:g} M x {columns}", variants, count, 6.0 * tokens * columns)
+
+
+def _norms() -> dict[str, Callable[[torch.device], Work]]:
+    made: dict[str, Callable[[torch.device], Work]] = {}
+    for millions, columns, kind in (
+        (1.5, 384, "static"), (1.5, 384, "static plain"), (1.5, 384, "kept"), (1.5, 384, "square"),
+        (1.5, 512, "static"), (1.5, 512, "square"), (6, 384, "static"), (6, 512, "static"),
+    ):  # fmt: skip
+        name = f"norm-{kind.replace(' ', '-')}-{columns}-{millions:g}"
+        made[name] = lambda device, m=millions, c=columns, k=kind: norm_work(int(m * 1e6), c, device, k)
+    return made
+
+
+WORKS: dict[str, Callable[[torch.device], Work]] = {**_norms()}
+"""Name on the command line to what makes the work."""
+
+
+def check(device: torch.device) -> None:
+    """Small problems of every kind against the definitions; a wrong kernel is not timed."""
+    from fused_ops import rmsnorm_center_quantize
+
+    x, offsets = events(5000, 384, device)
+    weight = torch.rand(384, device=device) + 0.5
+    for block in ((32, 32), (0, HEAD_DIM)):
+        mine = rmsnorm_center_quantize(x, weight, offsets=offsets, block=block)
+        theirs = rmsnorm_center_quantize(x, weight, offsets=offsets, block=block, backend="reference")
+        apart = float((mine.xn.codes != theirs.xn.codes).float().mean())
+        if apart > 2e-3:
+            raise RuntimeError(f"rmsnorm_quantize: {apart:.3g} of the codes differ from the definition's: not timed")
+
+
+def rows_of(work: Work, rounds: int, device: torch.device) -> list[dict]:
+    """Time one work: a dict for each variant."""
+    times = time_interleaved(work.variants, device, warmup=2, rounds=rounds)
+    ours, copy = next(iter(work.variants)), times[COPY].median
+    return [
+        dict(
+            work=work.name, variant=name, ms=t.median, best_ms=t.best, bytes=work.bytes, tb_per_s=work.bytes / t.median / 1e9,
+            tflops=work.flops / t.median / 1e9, share_of_copy=copy / t.median if name == ours else None,
+            ratio=t.median / times[ours].median, notes=work.notes,
+        )
+        for name, t in times.items()
+    ]  # fmt: skip
+
+
+def measure(names: list[str], rounds: int, device: torch.device) -> Iterator[list[dict]]:
+    """Rows of each work named."""
+    check(device)
+    for name in names:
+        yield rows_of(WORKS[name](device), rounds, device)
+        torch.cuda.empty_cache()
+
+
+def table(rows: list[dict]) -> str:
+    """What is printed."""
+
+    def percent(share: float | None) -> str | None:
+        return None if share is None else f"{100 * share:.0f}%"
+
+    def cells(r: dict) -> tuple:
+        numbers = (f"{r['ms']:.3f}", f"{r['tb_per_s']:.2f}", f"{r['tflops']:.0f}")
+        return r["work"], r["variant"], *numbers, percent(r["share_of_copy"]), f"{r['ratio']:.2f}"
+
+    return format_table(("work", "variant", "ms", "TB/s", "TFLOP/s", "of copy", "time over ours"), map(cells, rows))
+
+
+def main(arguments: list[str]) -> int:
+    """Command line; see the module's text."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels_producers", description=__doc__)
+    parser.add_argument("works", nargs="*", metavar="WORK", help=", ".join(WORKS))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--out", default=None)
+    options = parser.parse_args(arguments)
+    names = options.works or list(WORKS)
+    unknown = [name for name in names if name not in WORKS]
+    if unknown:
+        parser.error(f"{unknown} unknown; known are {', '.join(WORKS)}")
+    device, rows = torch.device("cuda", 0), []
+    for made in measure(names, options.rounds, device):
+        rows += made
+        say(f"{made[0]['work']}: {made[0]['ms']:.3f} ms")
+        if options.out:
+            write_record(options.out, "kernels_producers", {"works": names, "rounds": options.rounds}, rows, device)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
