@@ -1,8 +1,8 @@
-"""Planted faults of the scheme "scales in dead scores": ``python -m tests.sm100.faults [--all]``, in a process of its own.
+"""Planted faults of the scheme "scales in dead scores": ``python -m tests.sm100.faults [--all] [--part I/N]``, in a process of its own.
 
 On the compiled kernel, one at a time: either new wait is deleted, every scale region is moved by whole tiles onto an accumulator that is
 alive. Each must be seen (a race report, an error, or a wrong result) under some schedule; the unplanted kernel must be clean under all.
-``--all``: every wait, fence and region of the kernel. One JSON line per fault.
+``--all``: every wait, fence and region of the kernel; ``--part 3/8``: sites 3, 11, 19, .... One JSON line per fault.
 """
 
 import argparse
@@ -32,13 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--schedules", type=int, default=4)
+    parser.add_argument("--part", default="1/1", help="I/N: sites I, I + N, ... of the list")
     arguments = parser.parse_args()
+    part, parts = map(int, arguments.part.split("/"))
     capture.install("sm_100a")
     planted = case("sm_100a", {"shared": 256, "keys": [300, 200], "heads": 1, "mean": True}, {"processors": 1})
     campaign = Campaign(planted, NONE, api.schedules(arguments.schedules), log=lambda text: print(text, file=sys.stderr, flush=True))
     campaign.baseline()
     if not arguments.all:
         campaign.sites = [site for site in campaign.sites if chosen(site)]
+    campaign.sites = campaign.sites[part - 1 :: parts]
     campaign.plant()
     for site in campaign.sites:
         print(json.dumps(asdict(site)))
