@@ -166,13 +166,21 @@ def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(cls) if f.init}
 
 
+def _section(kind: Any) -> type | None:
+    """The dataclass of a section, also of one that may be null; None for anything else."""
+    for member in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+        if isinstance(member, type) and dataclasses.is_dataclass(member):
+            return member
+    return None
+
+
 def known_keys(cls: type, prefix: str = "") -> list[str]:
     """Every dotted key that a configuration of class `cls` has, sections before their contents."""
     hints, keys = typing.get_type_hints(cls), []
     for name in _fields(cls):
         keys.append(prefix + name)
-        if dataclasses.is_dataclass(hints[name]):
-            keys += known_keys(hints[name], f"{prefix}{name}.")
+        if (section := _section(hints[name])) is not None:
+            keys += known_keys(section, f"{prefix}{name}.")
     return keys
 
 

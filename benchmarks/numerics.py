@@ -136,7 +136,10 @@ def numerics_of(options: dict[str, Any]) -> Numerics:
 
 @dataclass(frozen=True)
 class Problem:
-    """One batch, described so that a chunk of it can be made at any time: every sample has a random generator of its own."""
+    """One batch, described so that a chunk of it can be made at any time: every sample has a random generator of its own.
+
+    Generators are the device's: another kind of device draws other numbers.
+    """
 
     config: NumericsConfig
     lengths: list[int]
@@ -163,9 +166,9 @@ class Problem:
         data, shape, dtype = self.config.data, self.config.shape, getattr(torch, self.config.data.dtype)
         values, grads = [], []
         for b in range(start, stop):
-            generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + b + 1)
-            events = torch.randn(self.lengths[b], shape.dim, generator=generator)
-            mean = torch.randn(shape.dim, generator=generator)
+            generator = torch.Generator(self.device).manual_seed(self.config.seed * 1_000_003 + b + 1)
+            events = torch.randn(self.lengths[b], shape.dim, generator=generator, device=self.device)
+            mean = torch.randn(shape.dim, generator=generator, device=self.device)
             values.append(events + data.event_mean * mean)
             grads.append(self._gradient(generator))
         bounds = torch.tensor([0, *self.lengths[start:stop]]).cumsum(0).to(torch.int32)
@@ -175,10 +178,10 @@ class Problem:
     def _gradient(self, generator: torch.Generator) -> Tensor:
         shape, loss = self.config.shape, self.config.data.loss
         if loss == "mean":
-            return torch.full((shape.seeds, shape.dim), 1.0 / self.elements)
-        grad = torch.randn(shape.seeds, shape.dim, generator=generator)
+            return torch.full((shape.seeds, shape.dim), 1.0 / self.elements, device=self.device)
+        grad = torch.randn(shape.seeds, shape.dim, generator=generator, device=self.device)
         if loss == "heavy":
-            grad = grad * torch.randn(shape.seeds, 1, generator=generator).mul(1.5).exp()
+            grad = grad * torch.randn(shape.seeds, 1, generator=generator, device=self.device).mul(1.5).exp()
         return grad
 
 

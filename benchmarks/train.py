@@ -46,6 +46,7 @@ from benchmarks.data import (
     training_batches,
 )
 from benchmarks.metrics import auc, entropy, normalized_entropy
+from benchmarks.synthetic import SyntheticConfig, SyntheticDataset, make_synthetic
 
 Precision = Literal["bf16", "mxfp8"]
 
@@ -69,6 +70,7 @@ class DataConfig:
     threshold: float = setting(4.0, "a rating of at least this is a positive label")
     held_out: float = setting(0.2, "share of events in the held-out tail, the last in time")
     max_history: int | None = setting(None, "longest history, the latest events; null: the whole history")
+    synthetic: SyntheticConfig | None = setting(None, "long histories with labels from a known rule, instead of a file")
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,9 @@ class TrainingError(UserError):
 
 
 def load_data(config: DataConfig) -> Dataset:
-    """Read and split the interactions that `config` names."""
+    """Read and split the interactions that `config` names, or make them."""
+    if config.synthetic is not None:
+        return make_synthetic(config.synthetic)
     columns = Columns(config.user, config.item, config.rating, config.time)
     events = read_interactions(config.path or shipped_file(), columns)
     return make_dataset(events, threshold=config.threshold, held_out=config.held_out, max_history=config.max_history)
@@ -424,16 +428,21 @@ def train_all(config: TrainConfig, data: Dataset, *, show_progress: bool = True)
 
 @dataclass(frozen=True)
 class Part:
-    """One side of the split: its requests, the ratings to predict, and the share of them that reaches the threshold."""
+    """One side of the split: its requests, the ratings to predict, and the share of them that reaches the threshold.
+
+    floor: normalized entropy of the rule that drew the labels, where one did: the least that a model can reach.
+    """
 
     requests: int
     ratings: int
     base_rate: float
+    floor: float | None = None
 
     @staticmethod
     def of(data: Dataset, requests: Requests) -> Part:
         """Of `requests`, one side of `data`."""
-        return Part(len(requests), requests.targets, data.base_rate(requests))
+        floor = data.floor(requests) if isinstance(data, SyntheticDataset) else None
+        return Part(len(requests), requests.targets, data.base_rate(requests), floor)
 
     def __str__(self) -> str:
         return f"{self.requests:,} requests, {self.ratings:,} ratings, base rate {self.base_rate:.1%}"
@@ -517,9 +526,11 @@ def report(config: TrainConfig, runs: Sequence[Run], comparisons: Sequence[Compa
         rows.append([f"{name} − {base}", _signed(c.difference), None, _signed(c.auc_difference), None, None])
         rows.append([f"{base} served in {name} − {base}", _signed(c.served), None, _signed(c.served_auc), None, None])
     seeds = len(config.seeds)
+    positive = f"≥ {config.data.threshold:g}" if held_out.floor is None else "positive"
+    rule = "" if held_out.floor is None else f"; the rule that drew the labels has an NE of {held_out.floor:.4f}"
     title = (
-        f"Held-out tail: {held_out.ratings:,} ratings after the split, {held_out.base_rate:.1%} of them ≥ "
-        f"{config.data.threshold:g} (the base rate of NE).\n"
+        f"Held-out tail: {held_out.ratings:,} ratings after the split, {held_out.base_rate:.1%} of them {positive} "
+        f"(the base rate of NE){rule}.\n"
         f"Mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}; NE below 1 beats the base rate, lower is better."
     )
     columns = ["precision", "NE", "NE, best … worst", "AUC", "training NE", "step"]
@@ -625,7 +636,7 @@ def main(argv: Sequence[str]) -> int:
     device = harness.pick_device(config.device)
     data = load_data(config.data)
     training, held_out = Part.of(data, data.train), Part.of(data, data.held_out)
-    source = (config.data.path or shipped_file()).name
+    source = "synthetic" if config.data.synthetic is not None else (config.data.path or shipped_file()).name
     lengths = np.concatenate([r.start - r.begin for r in (data.train, data.held_out)])
     harness.say(
         f"{source}: {len(data.events):,} events of {len(data.events.users):,} users and {len(data.events.items):,} items; "
