@@ -6,7 +6,7 @@ Rows of the accumulators are keys. Per query tile (64 queries), warpgroup and th
     dV += E4M3(p - c[q]) dO     64 x D       c = (l / K) * 2^(8 + e_dO - e_ref), or 0
     dP = V dO^T                 64 x 64      dS = p * (dP * v + b[q])       b = -rowsum(dO8 * Oc)
     dK += E4M3(dS * x) Q        64 x D
-    dQ = E4M3(dS * x)^T K       each warpgroup half of D, all 128 keys, one step later; reduced into FP32 global memory
+    dQ = E4M3(dS * x)^T K       each warpgroup half of D, all 128 keys, two steps later; reduced into global memory
 
 The exponents of dO ride in the statistics; those of K and V are one factor a warp. ``x`` is the power of two under which dS is coded:
 dK contracts over the queries and dQ over the keys, and no Hopper MMA scales blocks, so one ``x`` must hold for all keys of the tile and
@@ -54,6 +54,7 @@ from lp_fa4.sm90.backward_ops import (
 
 CODE_TARGET = 7
 """dS is brought to [128, 256) at the first tile: a factor of 1.75 to 3.5 is left under 448 before ``x`` must move."""
+FIRST, SECOND, STEADY = range(3)
 BARRIER_ALL = 1
 CONSUMERS = 256
 
@@ -178,17 +179,18 @@ def keep_in_range(S, x):
 
 @cute.jit
 def agree(w, x, buffer):
-    """Before the codes in ``buffer`` are used for dQ: bring all eight warps' scales to the smallest, if they differ. Returns as
-    :func:`keep_in_range`."""
+    """Before the codes in ``buffer`` are used for dQ: bring all eight warps' scales there to the smallest, if they differ.
+    Returns (scale of the codes, new x, factor that brings this warp's sums of dK to it)."""
     xs = shared_floats(w.scales + 32 * buffer, 8, 16)
-    differ = [(bits_of(xs[i]) ^ bits_of(x)) | (bits_of(xs[4 + i]) ^ bits_of(x)) for i in range(4)]
-    down = Float32(1.0)
-    if ((differ[0] | differ[1]) | (differ[2] | differ[3])) != 0:
-        low = xs[0]
+    differ = bits_of(xs[0]) ^ bits_of(xs[1])
+    for i in cutlass.range_constexpr(2, 8):
+        differ = differ | (bits_of(xs[0]) ^ bits_of(xs[i]))
+    low, down = xs[0], Float32(1.0)
+    if differ != 0:
         for i in cutlass.range_constexpr(1, 8):
             low = cute.arch.fmin(low, xs[i])
-        down = low * reciprocal_power(x)
-        factor = half2(down)
+        own = shared_floats(w.scales + 32 * buffer + 4 * w.warp, 1, 4)[0]  # x may have moved since these codes were made
+        factor = half2(low * reciprocal_power(own))
         for half in cutlass.range_constexpr(2):
             address = w.strip + buffer * (QUERY_TILE * KEY_TILE) + half * (32 * KEY_TILE)
             words = shared_floats(address, 4, 16)
@@ -196,7 +198,8 @@ def agree(w, x, buffer):
             effect([address, *out], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BARRIER_ALL, number_of_threads=CONSUMERS)
-    return x * down, down
+        down = cute.arch.fmin(low, x) * reciprocal_power(x)
+    return low, x * down, down
 
 
 @cute.jit
@@ -243,15 +246,38 @@ def reduce_dq(spec, w, dQ, factor, target: Int64):
 
 
 @cute.jit
-def finish_tile(spec, w, dK, x, dq_factor, last, target: Int64):
-    """dK and dQ of a segment's last query tile, with nothing left to hide them under."""
+def finish_tiles(spec, w, dK, x, dq_factor, now, more, targets):
+    """What is left of a segment's last two query tiles, with nothing left to hide it under: dQ of both (``more``: there is more than one),
+    dK of the last. ``targets``: this warp's addresses in their dQ tiles."""
+    out, out_phase, buffer, ds_phase = now[2:]
+    if more:
+        other = buffer ^ 1
+        x = late_dq(spec, w, dK, x, dq_factor, other, ds_phase ^ other, targets[0])
+    cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
+    cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
+    low, x, down = agree(w, x, buffer)
     dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
-    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[2]], False)
-    cute.arch.mbarrier_wait(w.bars.ds_full + last[4], last[5])
-    x, down = agree(w, x, last[4])
-    accumulate(w.mma_q, dQ, w.ds[None, None, None, last[4]], w.kt, True)
+    accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
+    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
+    warpgroup.wait_group(1)
+    arrive(w.bars.ds_empty + buffer)
+    reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), targets[1])
     warpgroup.wait_group(0)
-    reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(x), target)
+    arrive(w.bars.t_empty + out)
+    rescale(dK, down)
+    return x
+
+
+@cute.jit
+def late_dq(spec, w, dK, x, dq_factor, buffer, ds_phase, target: Int64):
+    """dQ of one query tile alone."""
+    cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
+    low, x, down = agree(w, x, buffer)
+    dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
+    accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
+    warpgroup.wait_group(0)
+    arrive(w.bars.ds_empty + buffer)
+    reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), target)
     rescale(dK, down)
     return x
 
@@ -265,45 +291,47 @@ def rescale(dK, down):
 
 
 @cute.jit
-def step(spec, first: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, target: Int64):
-    """One query tile. ``keys``: factors of :func:`key_factors`, K and V operands; ``now``, ``last``: (A stage, A phase, B
-    stage, B phase, dS buffer, dS
-    phase) of this tile and the one before, whose dK and dQ are done here; ``target``: this warp's
-    address in its dQ tile. Returns x.
+def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, target: Int64):
+    """One query tile. ``kind``: FIRST and SECOND of a segment, or STEADY; ``keys``: factors of :func:`key_factors`, K and V operands;
+    ``now``: (stage and phase of Q and dO, of the turned tiles, of dS) of this tile; ``last``: stage and phase of the turned tiles of the
+    one before, whose dK is done here; ``target``: this warp's address in the dQ tile of two before, which is done here too (so that
+    neither warpgroup waits for the other unless it is more than a step ahead). Returns x.
 
     Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
     as soon as dK is read there (C7514).
     """
     fk, fv, dq_factor, share, k, v = keys
     bars = w.bars
-    stage, phase, out, out_phase, buffer, _ = now
+    stage, phase, out, out_phase, buffer, ds_phase = now
     stat = w.stat + stage * (4 * STAT_FLOATS)
-    down = Float32(1.0)
+    low, down = Float32(1.0), Float32(1.0)
+    if const_expr(kind == STEADY):
+        cute.arch.mbarrier_wait(bars.ds_full + buffer, ds_phase ^ 1)
+        low, x, down = agree(w, x, buffer)
+        dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
+        accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
     S = cute.make_rmem_tensor(w.score_shape, Float32)
     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-    if const_expr(first):
-        accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
-    else:
-        cute.arch.mbarrier_wait(bars.ds_full + last[4], last[5])
-        x, down = agree(w, x, last[4])
-        dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
-        accumulate(w.mma_q, dQ, w.ds[None, None, None, last[4]], w.kt, True)
-        accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
-        warpgroup.wait_group(1)  # dQ leaves while S is computed
-        reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(x), target)
+    accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
+    if const_expr(kind != FIRST):
+        cute.arch.mbarrier_wait(bars.t_full + last[0], last[1])
+        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[0]], False)
+    if const_expr(kind == STEADY):
+        warpgroup.wait_group(2)  # dQ leaves while S and dK are computed
+        arrive(bars.ds_empty + buffer)
+        reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), target)
     dP = cute.make_rmem_tensor(w.score_shape, Float32)
     accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
-    if const_expr(not first):
-        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[2]], False)
-    warpgroup.wait_group(1 if const_expr(first) else 2)
-    probabilities(spec, w, S, w.P, stat, fk, limits)  # under dP and dK
-    cute.arch.mbarrier_wait(bars.b_full + out, out_phase)
-    accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, out], first)
+    warpgroup.wait_group(1)
+    if const_expr(kind != FIRST):
+        arrive(bars.t_empty + last[0])
+    probabilities(spec, w, S, w.P, stat, fk, limits)  # under dP
+    cute.arch.mbarrier_wait(bars.o_full + out, out_phase)
+    accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, out], kind == FIRST)
     warpgroup.wait_group(0)
-    if const_expr(not first):
-        arrive(bars.b_empty + last[2])
-    score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(first) else x, limits)  # under dV
-    if const_expr(first):
+    arrive(bars.o_empty + out)
+    score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x, limits)
+    if const_expr(kind == FIRST):
         x = first_exponent(w, S)
     else:
         x, more = keep_in_range(S, x)
@@ -313,6 +341,7 @@ def step(spec, first: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, 
         to_codes(S, w.dS, (e[0], e[1]))
     else:
         to_codes(S, w.dS)
+    cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
     publish(spec, w, S, w.dS, share, buffer, x)
     arrive(bars.a_empty + stage)  # after publish's proxy fence: the next copy overwrites statistics that were read here
     return x

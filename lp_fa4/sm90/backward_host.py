@@ -84,7 +84,6 @@ def backward(
     v, v_scale, v_block = token_blocks(p.v, offsets_k)
     longest = p.rows if queries is None else queries
     half = config.dq_dtype == torch.float16
-    serial = deterministic and (half or not p.shared_q)
     spec = BackwardSpec(
         head_dim=d,
         group=p.group,
@@ -99,14 +98,14 @@ def backward(
         dq_half=half,
         deterministic=deterministic,
     )
-    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial)
-    ctas = min(multiprocessors(device), item_capacity(p.tokens, batch, serial) * kv_heads)
+    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, serial=spec.serial)
+    ctas = min(multiprocessors(device), item_capacity(p.tokens, batch, spec.serial) * kv_heads)
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
     replicas = 1 if not p.shared_q else batch if half else ctas if deterministic else min(SHARED_REPLICAS, ctas)
     empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
-    do_tiles = empty(torch.uint8, tile_rows, heads, spec.tile_bytes)
-    q_tiles = empty(torch.uint8, dq_rows, heads, spec.tile_bytes)
+    do_tiles = empty(torch.uint8, tile_rows, heads, 2 * spec.tile_bytes)
+    q_tiles = empty(torch.uint8, dq_rows, heads, 2 * spec.tile_bytes)
     stats = empty(torch.float32, tile_rows, heads, STAT_FLOATS)
     chunk_rows = rows_of(queries, p.rows, batch, CHUNK)
     sums = empty(torch.float32, chunk_rows, heads, d)

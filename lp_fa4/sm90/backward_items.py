@@ -1,14 +1,15 @@
 """Work items of the backward's main kernel, made on the device: no value is read by the host.
 
-An item is one key tile of one sequence (or, ``serial``, all key tiles of a sequence); the kernel takes each once per key/value head. Where
-items differ in cost (jagged queries, causal masks, whole sequences) they are sorted, longest first, in a stable order, so that the list
-is the same from run to run; elsewhere they are equal and stay in memory order.
+An item is one key tile of one sequence (or, ``serial``, all key tiles of a sequence); the kernel takes each once per key/value head: all
+key tiles of a sequence's first head, then of its second (field 1 says where the sequence begins), so that the heads at work at one time
+are few and their dQ and query operands stay in L2. Where sequences differ in queries they are sorted, longest first, in a stable order, so
+that the list is the same from run to run; elsewhere items are equal, or longest first inside each head (causal), and stay in memory order.
 """
 
 import torch
 from torch import Tensor
 
-from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE
 
 
 def item_capacity(tokens: int, batch: int, serial: bool) -> int:
@@ -16,9 +17,7 @@ def item_capacity(tokens: int, batch: int, serial: bool) -> int:
     return batch if serial else tokens // KEY_TILE + batch
 
 
-def work_items(
-    offsets_k: Tensor, offsets_q: Tensor | None, *, queries: int | None, tokens: int, causal: bool, serial: bool
-) -> tuple[Tensor, Tensor]:
+def work_items(offsets_k: Tensor, offsets_q: Tensor | None, *, queries: int | None, tokens: int, serial: bool) -> tuple[Tensor, Tensor]:
     """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and their number, int32 ``[1]``.
 
     Args:
@@ -44,20 +43,12 @@ def work_items(
         cost = tiles.to(torch.int64) * rows
         order = torch.argsort(cost, descending=True, stable=True)
         return fields[order].contiguous(), torch.full((1,), batch, dtype=torch.int32, device=device)
+    columns = [index, torch.zeros_like(index), torch.zeros_like(index), start, length, tile_row, rows, scale_row]
+    if queries is None:
+        order = torch.argsort(rows, descending=True, stable=True)
+        tiles, columns = tiles[order], [x[order] for x in columns]
     ends = torch.cumsum(tiles, 0, dtype=torch.int64)
+    columns[1] = (ends - tiles).to(torch.int32)
     item = torch.arange(capacity, dtype=torch.int64, device=device)
     owner = torch.searchsorted(ends, item, right=True).clamp(max=batch - 1)
-    tile = (item - (ends - tiles)[owner]).to(torch.int32)
-    per_sequence = torch.stack([index, start, length, tile_row, rows, scale_row], 1)[owner]
-    fields = torch.empty(capacity, ITEM_FIELDS, dtype=torch.int32, device=device)
-    fields[:, 0], fields[:, 1], fields[:, 2] = per_sequence[:, 0], tile, tile + 1
-    fields[:, 3:] = per_sequence[:, 1:]
-    total = ends[-1:].to(torch.int32)
-    if queries is None or causal:
-        cost = (per_sequence[:, 4] + (QUERY_TILE - 1)) // QUERY_TILE
-        if causal:
-            hidden = tile * KEY_TILE - per_sequence[:, 2] + per_sequence[:, 4]
-            cost = (cost - hidden.clamp(min=0) // QUERY_TILE).clamp(min=0)
-        cost = torch.where(item < total, cost, -1)  # unused entries last
-        fields = fields[torch.argsort(cost, descending=True, stable=True)]
-    return fields.contiguous(), total
+    return torch.stack(columns, 1)[owner].contiguous(), ends[-1:].to(torch.int32)

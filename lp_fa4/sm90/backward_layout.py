@@ -3,6 +3,9 @@
 Units of work: a key tile is 128 keys of one sequence, a query tile 64 queries, a chunk 8 query tiles (512 queries, the longest sum
 that stays inside the tensor core's accumulator), an item one key tile of one key/value head.
 
+Images of a query tile: the bytes of its codes as shared memory wants them, swizzle included, ``[64, D]``, followed by those of the turned
+codes ``[D, 64]`` (queries of each run of 16 in the order of ``backward_load``).
+
 Query rows are laid out by the tile rule with 64: tile ``i`` of sequence ``b`` is row ``offsets_q[b] // 64 + b + i`` of the workspaces
 (dense or shared: ``b * ceil(Q / 64) + i``), chunks by the same rule with 512. Every workspace tile is written whole, rows past the
 sequence's end as zeros, so that the main kernel needs no bound on its query side.
@@ -15,7 +18,7 @@ QUERY_TILE = 64
 CHUNK_TILES = 8
 CHUNK = QUERY_TILE * CHUNK_TILES
 ITEM_FIELDS = 8
-"""int32 fields of a work item: sequence, first key tile, end key tile, first token, tokens, first query tile row, queries, scale row."""
+"""int32 fields of a work item: sequence, first item of the sequence, 0, first token, tokens, first query tile row, queries, scale row."""
 
 STAT_FLOATS = 256
 """FP32 words of one query tile and head. ``STAT_*`` are offsets into it; the first three hold one value a query."""
@@ -55,6 +58,11 @@ class BackwardSpec:
     v_static: bool = True
     dq_half: bool = False
     deterministic: bool = False
+
+    @property
+    def serial(self) -> bool:
+        """One CTA takes all key tiles of a sequence and head, in order."""
+        return self.deterministic and (self.dq_half or not self.shared)
 
     @property
     def tile_bytes(self) -> int:

@@ -1,9 +1,10 @@
-"""Roles that feed the backward's main kernel: the copy warp, and three warps that turn tiles.
+"""Roles that feed the backward's main kernel: the copy warp, and three warps that turn K.
 
-The copy warp brings K and V (TMA), and the codes of Q and dO with their statistics (bulk copies of ready-made images, see
-``backward_prepass``). FP8 wgmma takes K-major operands only, so dV, dK and dQ need Q^T, dO^T and K^T: the turning warps make them in
-shared memory, 16 tokens by 32 columns at a time, with a 16-bit transposing ``ldmatrix``, four byte permutations and a ``stmatrix``.
-No transposed copy exists in global memory: that saves a quarter of the L2 traffic, which bounds this kernel.
+The copy warp brings K and V (TMA), and the codes of Q and dO, plain and turned, with their statistics (bulk copies of ready-made images,
+see ``backward_prepass``). FP8 wgmma takes K-major operands only, so dV, dK and dQ need dO^T, Q^T and K^T. The first two are read once for
+every key tile and come from global memory: turning them here, once a key tile, cost more than their traffic. K^T is used once: the turning
+warps make it in shared memory, 16 tokens by 32 columns at a time, with a 16-bit transposing ``ldmatrix``, four byte permutations and a
+``stmatrix``, while the consumers work on the first two query tiles.
 
 Orders of the transposed tokens (any order is right if both operands of a contraction use it): Q^T and dO^T hold tokens
 ``2t, 2t+1, 8+2t, 8+2t+1`` at bytes ``4t…4t+3`` of a run of 16 (the accumulator's own order), K^T holds ``0, 8, 1, 9, …`` (the order in
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm90.backward_layout import CHUNK_TILES, KEY_TILE, QUERY_TILE, STAT_FLOATS
@@ -72,7 +73,7 @@ def segment(spec, item, first, chunk, chunks, s):
 
 
 @cute.jit
-def copy_warp(spec, stages: cutlass.Constexpr, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob):
+def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob):
     """Producer. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses of the images.
 
     It alone reads the work list and the scales; the other roles find each item's record in shared memory, so that no global latency
@@ -84,16 +85,21 @@ def copy_warp(spec, stages: cutlass.Constexpr, items, total, k_scale, v_scale, k
     tile_bytes = spec.tile_bytes
     shape, one = (KEY_TILE, spec.head_dim), cute.make_layout(1)
     group = lambda x: cute.group_modes(x, 0, 2)  # noqa: E731
-    stage, phase, kv, kv_phase = Int32(0), Int32(1), Int32(0), Int32(1)
+    stage, phase, out, out_phase, kv, kv_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(1)
     for t in cutlass.range(bid, total, grid, unroll=1):
         entry = t // kv_heads
         fields = [Int32(items[entry, i]) for i in range(8)]
-        hk, tiles = t % kv_heads, (fields[6] + (QUERY_TILE - 1)) // QUERY_TILE
+        tiles, key_tiles = (fields[6] + (QUERY_TILE - 1)) // QUERY_TILE, (fields[4] + (KEY_TILE - 1)) // KEY_TILE
+        hk, first_tile, end_tile = t % kv_heads, Int32(0), key_tiles
+        if const_expr(not spec.serial):  # all key tiles of a head follow each other: their dQ and query operands stay in L2
+            within = t - fields[1] * kv_heads
+            hk, first_tile = within // key_tiles, within % key_tiles
+            end_tile = first_tile + 1
         k_head = cute.domain_offset((fields[3], 0), tma.k_tensor[None, None, hk])
         v_head = cute.domain_offset((fields[3], 0), tma.v_tensor[None, None, hk])
         k_smem, k_gmem = cpasync.tma_partition(tma.k, 0, one, group(smem.k), group(cute.local_tile(k_head, shape, (None, 0))))
         v_smem, v_gmem = cpasync.tma_partition(tma.v, 0, one, group(smem.v), group(cute.local_tile(v_head, shape, (None, 0))))
-        for n in cutlass.range(fields[1], fields[2], unroll=1):
+        for n in cutlass.range(first_tile, end_tile, unroll=1):
             item = SimpleNamespace(b=fields[0], n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
             first, chunk, chunks = query_span(spec, item)
             k_bytes = scale_bytes(spec.k_static, k_scale, item, fields[7] + 4 * n)
@@ -121,10 +127,19 @@ def copy_warp(spec, stages: cutlass.Constexpr, items, total, k_scale, v_scale, k
                         full = bars.a_full + stage
                         cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * tile_bytes + STAT_BYTES)
                         address = Int32(full.toint())
-                        bulk(smem.q_address + stage * tile_bytes, glob.q + q_tile * tile_bytes, tile_bytes, address)
+                        bulk(smem.q_address + stage * tile_bytes, glob.q + q_tile * (2 * tile_bytes), tile_bytes, address)
                         bulk(smem.stat_address + stage * STAT_BYTES, glob.stats + do_tile * STAT_BYTES, STAT_BYTES, address)
-                        bulk(smem.do_address + stage * tile_bytes, glob.do + do_tile * tile_bytes, tile_bytes, address)
+                        bulk(smem.do_address + stage * tile_bytes, glob.do + do_tile * (2 * tile_bytes), tile_bytes, address)
+                    for full, empty, target, source in (
+                        (bars.o_full + out, bars.o_empty + out, smem.dot_address, glob.do + do_tile * (2 * tile_bytes)),
+                        (bars.t_full + out, bars.t_empty + out, smem.qt_address, glob.q + q_tile * (2 * tile_bytes)),
+                    ):
+                        cute.arch.mbarrier_wait(empty, out_phase)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+                            bulk(target + out * tile_bytes, source + tile_bytes, tile_bytes, Int32(full.toint()))
                     stage, phase = advance(stage, phase, stages)
+                    out, out_phase = advance(out, out_phase, turned)
                     turn = turn + 1
                     if turn == count:
                         turn = Int32(0)
@@ -153,56 +168,47 @@ def bulk(shared, source, size: int, barrier):
 
 
 @cute.jit
-def turning_warps(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, bars, smem, warp):
-    """Make Q^T and dO^T of every query tile, and K^T of every key tile. ``warp``: 0 to 2."""
-    tile_bytes = spec.tile_bytes
-    stage, phase, out, out_phase = Int32(0), Int32(0), Int32(0), Int32(1)
+def turning_warps(spec, bars, smem, warp):
+    """Make K^T of every key tile. ``warp``: 0 to 2."""
     kv, kv_phase, kt_phase, more = Int32(0), Int32(0), Int32(1), Int32(1)
     while more > 0:
         cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
         item = Item(smem.record + RECORD_BYTES * kv)
         more = item.b + 1
         if more > 0:
-            first, chunk, chunks = query_span(spec, item)
-            for s in cutlass.range(chunks * spec.group, unroll=1):
-                _, _, count, _ = segment(spec, item, first, chunk, chunks, s)
-                for i in cutlass.range(count, unroll=1):
-                    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-                    cute.arch.mbarrier_wait(bars.b_empty + out, out_phase)
-                    a, b = stage * tile_bytes, out * tile_bytes
-                    pairs = ((smem.do_address + a, smem.dot_address + b), (smem.q_address + a, smem.qt_address + b))
-                    turn_tiles(pairs, spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, warp, None)
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.sync_warp()
-                    arrive(bars.b_full + out)
-                    arrive(bars.a_empty + stage)
-                    stage, phase = advance(stage, phase, stages)
-                    out, out_phase = advance(out, out_phase, turned)
-                    if s + i == 0:  # K^T is needed one query tile later than Q^T and dO^T
-                        cute.arch.mbarrier_wait(bars.kt_empty, kt_phase)
-                        left = item.klen - item.n * KEY_TILE
-                        k_address = smem.k_address + kv * (KEY_TILE * spec.head_dim)
-                        turn_tiles(((k_address, smem.kt_address),), spec.head_dim, KEY_TILE, PAIRS_ORDER, warp, left)
-                        cute.arch.fence_view_async_shared()
-                        cute.arch.sync_warp()
-                        arrive(bars.kt_full)
-                        kt_phase = kt_phase ^ 1
+            if query_span(spec, item)[2] > 0:
+                cute.arch.mbarrier_wait(bars.kt_empty, kt_phase)
+                left = item.klen - item.n * KEY_TILE
+                k_address = smem.k_address + kv * (KEY_TILE * spec.head_dim)
+                turn_tiles(((k_address, smem.kt_address),), spec.head_dim, KEY_TILE, PAIRS_ORDER, warp, TURN_WARPS, left)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                arrive(bars.kt_full)
+                kt_phase = kt_phase ^ 1
             arrive(bars.k_empty + kv)
         kv, kv_phase = advance(kv, kv_phase, 2)
 
 
 @cute.jit
-def turn_tiles(pairs, head_dim: cutlass.Constexpr, tokens: cutlass.Constexpr, order: cutlass.Constexpr, warp: Int32, limit):
+def turn_tiles(
+    pairs,
+    head_dim: cutlass.Constexpr,
+    tokens: cutlass.Constexpr,
+    order: cutlass.Constexpr,
+    warp: Int32,
+    warps: cutlass.Constexpr,
+    limit,
+):
     """``[tokens, D]`` codes to ``[D, tokens]`` for each (source, target) address, both in the swizzle of their row length (64 or 128
-    bytes). ``limit``: tokens at or past it become 0 (None: all are kept).
+    bytes). ``warp`` of ``warps`` does its share; ``limit``: tokens at or past it become 0 (None: all are kept).
 
     A block is 16 tokens x 32 columns. Three blocks are in flight at a time: one by one, the latencies of ``ldmatrix`` and ``stmatrix``
-    made these warps the slowest part of the kernel.
+    add up.
     """
-    lane, warp = pinned(cute.arch.lane_idx()), cute.arch.make_warp_uniform(pinned(warp))  # 22 hoisted addresses would spill
+    lane, warp = pinned(cute.arch.lane_idx()), cute.arch.make_warp_uniform(pinned(warp))  # hoisted addresses would spill
     wide = head_dim // 32
     each = wide * (tokens // 16)
-    total = each * len(pairs)
+    rounds = -(-each // warps)
     matrix, row = lane // 8, lane % 8
     high, low = matrix >> 1, matrix & 1
     # within a block: ldmatrix row 8 low + row, chunk 2 column + high; stmatrix row d = 16 high + 2 row + low, chunk run; both swizzled
@@ -210,34 +216,28 @@ def turn_tiles(pairs, head_dim: cutlass.Constexpr, tokens: cutlass.Constexpr, or
     from_chunk = (high ^ (row if cutlass.const_expr(head_dim == 128) else row >> 1)) << 4
     to_row = (16 * high + 2 * row + low) * tokens
     to_chunk = ((2 * row + low) & 7 if cutlass.const_expr(tokens == 128) else row & 3) << 4
-    for first in cutlass.range_constexpr(0, -(-total // TURN_WARPS), IN_FLIGHT):
-        count = min(IN_FLIGHT, -(-total // TURN_WARPS) - first)
-        words, targets, present = [], [], []
-        for j in cutlass.range_constexpr(count):
-            block = warp + TURN_WARPS * (first + j)
-            source, target = pairs[0]
-            part = block
-            if cutlass.const_expr(len(pairs) == 2):
-                source = source if block < each else pairs[1][0]
-                target = target if block < each else pairs[1][1]
-                part = block & (each - 1)
-            run, column = part // wide, part & (wide - 1)
-            w = cute.make_rmem_tensor(4, Int32)
-            inside = True if cutlass.const_expr(TURN_WARPS * (first + j) + TURN_WARPS <= total) else block < total
-            if inside:
-                load_transposed(source + from_row + run * (16 * head_dim) + (from_chunk ^ (column << 5)), w)
-            if cutlass.const_expr(limit is not None):
-                left = limit - (16 * run + 2 * (lane % 4))
-                below, above = mask_of(left), mask_of(left - 8)
-                w[0], w[1], w[2], w[3] = w[0] & below, w[1] & above, w[2] & below, w[3] & above
-            words.append(w)
-            targets.append(target + to_row + column * (32 * tokens) + (to_chunk ^ (run << 4)))
-            present.append(inside)
-        for j in cutlass.range_constexpr(count):
-            w = words[j]
-            turned = [pick_pairs(w[i], w[i + 1], which) for i in (0, 2) for which in order]
-            if present[j]:
-                effect([targets[j], *turned], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+    for source, target in pairs:
+        for first in cutlass.range_constexpr(0, rounds, IN_FLIGHT):
+            words, targets, present = [], [], []
+            for j in cutlass.range_constexpr(min(IN_FLIGHT, rounds - first)):
+                block = warp + warps * (first + j)
+                run, column = block // wide, block & (wide - 1)
+                w = cute.make_rmem_tensor(4, Int32)
+                inside = True if cutlass.const_expr(warps * (first + j) + warps <= each) else block < each
+                if inside:
+                    load_transposed(source + from_row + run * (16 * head_dim) + (from_chunk ^ (column << 5)), w)
+                if cutlass.const_expr(limit is not None):
+                    left = limit - (16 * run + 2 * (lane % 4))
+                    below, above = mask_of(left), mask_of(left - 8)
+                    w[0], w[1], w[2], w[3] = w[0] & below, w[1] & above, w[2] & below, w[3] & above
+                words.append(w)
+                targets.append(target + to_row + column * (32 * tokens) + (to_chunk ^ (run << 4)))
+                present.append(inside)
+            for j in cutlass.range_constexpr(len(words)):
+                w = words[j]
+                turned = [pick_pairs(w[i], w[i + 1], which) for i in (0, 2) for which in order]
+                if present[j]:
+                    effect([targets[j], *turned], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
 
 
 def load_transposed(address, words):

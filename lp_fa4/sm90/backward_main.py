@@ -1,6 +1,6 @@
 """The backward's main kernel for Hopper: one persistent CTA an SM, dK, dV and dQ from E4M3 operands.
 
-Warps 0 to 3 feed (``backward_load``: one copies, three turn tiles), warps 4 to 11 compute (``backward_compute``) and store
+Warps 0 to 3 feed (``backward_load``: one copies, three turn K), warps 4 to 11 compute (``backward_compute``) and store
 (``backward_store``). All hand-over is by mbarriers; the only barriers among the consumers are one an item (the scale of dS) and those
 of rare corrections. Layouts and workspaces: ``backward_layout``. Formulas: ``backward_compute``.
 """
@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.backward_compute import finish_tile, key_factors, segment_factors, step
+from lp_fa4.sm90.backward_compute import FIRST, SECOND, STEADY, finish_tiles, key_factors, segment_factors, step
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment, turning_warps
 from lp_fa4.sm90.backward_ops import advance, arrive, reciprocal_power, shared_floats
@@ -127,7 +127,7 @@ class BackwardMain:
 
         @cute.struct
         class Storage:
-            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 2 * B_STAGES + 8]
+            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 4 * B_STAGES + 10]
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
@@ -178,9 +178,17 @@ class BackwardMain:
         tid, _, _ = cute.arch.thread_idx()
         store = cutlass.utils.SmemAllocator().allocate(self.storage(layouts))
         base = store.bars.data_ptr()
-        names = ["a_full", "a_empty", "b_full", "b_empty", "ds_full", "k_full", "k_empty", "kt_full", "kt_empty"]
-        sizes = [A_STAGES, A_STAGES, B_STAGES, B_STAGES, 2, 2, 2, 1, 1]
-        counts = [1, 11, 3, 8, 8, 1, 11, 3, 8]  # arrivals a phase: 8 computing warps, 3 turning warps
+        rings = (  # name, stages, arrivals a phase at "full" and at "empty": 8 computing warps, 3 turning warps
+            ("a", A_STAGES, 1, 8),  # Q, dO and statistics
+            ("o", B_STAGES, 1, 8),  # dO^T
+            ("t", B_STAGES, 1, 8),  # Q^T
+            ("ds", 2, 8, 8),
+            ("k", 2, 1, 11),
+            ("kt", 1, 3, 8),
+        )
+        names = [f"{ring[0]}_{end}" for ring in rings for end in ("full", "empty")]
+        sizes = [ring[1] for ring in rings for _ in range(2)]
+        counts = [ring[2 + end] for ring in rings for end in range(2)]
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         bars = SimpleNamespace(**{name: base + place for name, place in zip(names, places, strict=True)})
         if warp == 0:
@@ -210,9 +218,9 @@ class BackwardMain:
             if warp == 0:
                 tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
                 glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats)
-                copy_warp(spec, A_STAGES, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
+                copy_warp(spec, A_STAGES, B_STAGES, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
             else:
-                turning_warps(spec, A_STAGES, B_STAGES, bars, smem, warp - 1)
+                turning_warps(spec, bars, smem, warp - 1)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             thread = tid - 128
@@ -305,21 +313,26 @@ class BackwardMain:
                         diagonal = key - item.klen + item.qlen - QUERY_TILE * low
                         limits = self.limits(w, left, diagonal - QUERY_TILE * turn)
                         now = (stage, phase, out, out_phase, buffer, ds_phase)
-                        x = step(spec, True, w, dV, dK, Float32(1.0), keys, limits, now, now, target)
-                        cute.arch.mbarrier_wait(bars.kt_full, kt_phase)
-                        for _ in cutlass.range(count - 1, unroll=1):
-                            last, last_turn = (stage, phase, out, out_phase, buffer, ds_phase), turn
+                        x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, limits, now, now, target)
+                        turns = (turn, turn)
+                        if count > 1:
+                            last, turns = (out, out_phase), (turn, self.next_turn(turn, count))
                             stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
-                            turn = turn + 1
-                            if turn == count:
-                                turn = Int32(0)
-                            limits = self.limits(w, left, diagonal - QUERY_TILE * turn)
                             now = (stage, phase, out, out_phase, buffer, ds_phase)
-                            x = step(spec, False, w, dV, dK, x, keys, limits, now, last, target + Int64(last_turn) * step_bytes)
+                            limits = self.limits(w, left, diagonal - QUERY_TILE * turns[1])
+                            x = step(spec, SECOND, w, dV, dK, x, keys, limits, now, last, target)
+                        cute.arch.mbarrier_wait(bars.kt_full, kt_phase)
+                        for _ in cutlass.range(count - 2, unroll=1):
+                            last, before, turns = (out, out_phase), turns[0], (turns[1], self.next_turn(turns[1], count))
+                            stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
+                            now = (stage, phase, out, out_phase, buffer, ds_phase)
+                            limits = self.limits(w, left, diagonal - QUERY_TILE * turns[1])
+                            x = step(spec, STEADY, w, dV, dK, x, keys, limits, now, last, target + Int64(before) * step_bytes)
                         if s == segments - 1:
                             arrive(bars.k_empty + kv)
-                        x = finish_tile(spec, w, dK, x, dq_factor, now, target + Int64(turn) * step_bytes)
-                        arrive(bars.b_empty + out)
+                        now = (stage, phase, out, out_phase, buffer, ds_phase)
+                        targets = [target + Int64(turns[i]) * step_bytes for i in range(2)]
+                        x = finish_tiles(spec, w, dK, x, dq_factor, now, count > 1, targets)
                         if s == segments - 1:
                             arrive(bars.kt_empty)
                         stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
@@ -348,6 +361,14 @@ class BackwardMain:
         """Mask parameters of one step, see ``score_gradients`` and ``diagonal_mask``; ``diagonal`` of the warp's first key."""
         row = w.lane // 4
         return left - row, diagonal + row, diagonal + 15 > 0, left < 16
+
+    @cute.jit
+    def next_turn(self, turn, count):
+        """Query tile after ``turn`` in a segment that starts in the middle."""
+        turn = turn + 1
+        if turn == count:
+            turn = Int32(0)
+        return turn
 
     @cute.jit
     def next_tile(self, stage, phase, out, out_phase, buffer, ds_phase):
@@ -392,10 +413,10 @@ def compile_main(arch: str, spec: BackwardSpec):
     """Compile for ``arch``. Arguments at launch, in order (all row-major and compact unless said otherwise; H = Hkv * group):
 
     k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32
-    ``[1]``, items in use; q_tiles, do_tiles: uint8 ``[tile rows, H, 64 * D]``; stats: fp32 ``[tile rows, H, 256]``; dq: fp32 or fp16
-    ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups,
-    Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: dQ buffers, tile rows of a
-    buffer, CTAs.
+    ``[1]``, items in use; q_tiles, do_tiles: uint8 ``[tile rows, H, 2 * 64 * D]``, plain and turned; stats: fp32 ``[tile rows, H, 256]``;
+    dq: fp32 or fp16 ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale:
+    uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: dQ buffers,
+    tile rows of a buffer, CTAs.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     rows = symbol()
@@ -413,8 +434,8 @@ def compile_main(arch: str, spec: BackwardSpec):
         scale(),
         fake("int32", (symbol(), ITEM_FIELDS), compact=True),
         fake("int32", (1,), align=4, compact=True),
-        images("uint8", spec.tile_bytes),
-        images("uint8", spec.tile_bytes),
+        images("uint8", 2 * spec.tile_bytes),
+        images("uint8", 2 * spec.tile_bytes),
         images("float32", STAT_FLOATS),
         images("float16" if spec.dq_half else "float32", spec.dq_tile),
         grad,

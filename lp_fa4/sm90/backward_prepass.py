@@ -9,7 +9,8 @@ column sums of dO; the second writes::
     c   = (l / K) * 2^(s + e - e_ref)  what is subtracted from P in dV, 0 unless centred
 
 A row that does not exist or sees no key gets codes 0 and a = -inf. A row with a NaN or infinity becomes NaN codes: seen, not hidden.
-Tile images are the bytes of a 64 x D tile as shared memory wants them, swizzle included, so that plain bulk copies bring them.
+Tile images (``backward_layout``) hold the codes and the turned codes, so that plain bulk copies bring both. They are made in shared memory,
+a tile at a time, and leave by bulk copies.
 """
 
 import math
@@ -36,9 +37,12 @@ from lp_fa4.sm90.backward_layout import (
     STAT_S0,
     PrepassSpec,
 )
+from lp_fa4.sm90.backward_load import ACCUMULATOR_ORDER, turn_tiles
 from lp_fa4.sm90.backward_ops import effect
 
 THREADS = 256
+IMAGES = 2
+"""Buffers for tile images: one is filled while the other leaves."""
 
 
 class Prepass:
@@ -149,6 +153,8 @@ class Prepass:
             Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
         )
         peaks = smem.allocate_tensor(Int32, cute.make_layout(16), byte_alignment=16)
+        codes = smem.allocate_tensor(Int32, cute.make_layout(IMAGES * QUERY_TILE * spec.head_dim // 2), byte_alignment=1024)
+        buffers = Int32(codes.iterator.toint())
         if left > 0:
             first = start + CHUNK * chunk
             self.measure(dout, row_sum, sums, head, first, left, chunk_row, row_bytes, column_sums, peaks)
@@ -160,7 +166,9 @@ class Prepass:
             keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
             tiles = (left + (QUERY_TILE - 1)) // QUERY_TILE
             tile_row = tile_row + CHUNK_TILES * chunk
-            self.encode(dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys)
+            self.encode(
+                dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys, buffers
+            )
             if const_expr(spec.dq_half):
                 dq_power = self.dq_power(k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale)
                 dq_scale[chunk_row, head] = Float32(1.0) / dq_power
@@ -170,9 +178,12 @@ class Prepass:
             self.headers(q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power)
             if const_expr(spec.shared):
                 if b == 0:
-                    self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk)
+                    self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk, buffers)
             else:
-                self.copy_queries(q, q_tiles, head, first, left, tiles, tile_row)
+                self.copy_queries(q, q_tiles, head, first, left, tiles, tile_row, buffers)
+        tid, _, _ = cute.arch.thread_idx()
+        if tid == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def zero(self, dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, offsets_k: cute.Tensor, batch: Int32):
@@ -251,13 +262,34 @@ class Prepass:
                 whole = whole + column_sums[i, tid]
             sums[chunk_row, head, tid] = whole
 
-    def place(self, tile_base, row):
-        """Byte address of this thread's eight codes of ``row`` in consecutive tile images of one head (stride ``tile_base[1]``)."""
-        base, stride = tile_base
+    def place(self, image, row):
+        """Shared address of this thread's eight codes of ``row`` in a tile's image."""
         tid, _, _ = cute.arch.thread_idx()
         lane, r = tid % self.lanes, row % QUERY_TILE
         chunk = (lane // 2) ^ (r % 8 if self.spec.head_dim == 128 else (r // 2) % 4)
-        return base + Int64(row // QUERY_TILE) * stride + r * self.spec.head_dim + 16 * chunk + 8 * (lane % 2)
+        return image + r * self.spec.head_dim + 16 * chunk + 8 * (lane % 2)
+
+    @cute.jit
+    def free_image(self, buffers, tile):
+        """Shared address of the buffer for a tile's images, once the copy that last used it has read it."""
+        tid, _, _ = cute.arch.thread_idx()
+        if tid == 0:
+            cute.arch.cp_async_bulk_wait_group(IMAGES - 1, read=True)
+        cute.arch.sync_threads()
+        return buffers + tile % IMAGES * (2 * QUERY_TILE * self.spec.head_dim)
+
+    @cute.jit
+    def send_image(self, image, target: Int64):
+        """Turn a tile's codes and copy both forms to ``target``."""
+        tid, _, _ = cute.arch.thread_idx()
+        size = QUERY_TILE * self.spec.head_dim
+        cute.arch.sync_threads()
+        turn_tiles(((image, image + size),), self.spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, tid // 32, THREADS // 32, None)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        if tid == 0:
+            effect([target, image, Int32(2 * size)], "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "l,r,r")
+            cute.arch.cp_async_bulk_commit_group()
 
     def images(self, tensor, tile_row, head, size: int):
         """Address of the first image of a head and the distance to the next tile's, in bytes."""
@@ -265,52 +297,58 @@ class Prepass:
         return tensor.iterator.toint() + (Int64(tile_row) * heads + head) * size, heads * size
 
     @cute.jit
-    def encode(self, dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys):
+    def encode(
+        self, dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys, buffers
+    ):
         """Second pass: dO8 and the statistics of each row."""
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
-        image = self.images(do_tiles, tile_row, head, QUERY_TILE * spec.head_dim)
+        target, step = self.images(do_tiles, tile_row, head, 2 * QUERY_TILE * spec.head_dim)
         stat, stat_step = self.images(stats, tile_row, head, 4 * STAT_FLOATS)
-        for r in cutlass.range(tid // self.lanes, QUERY_TILE * tiles, self.rows, unroll=1):
-            total, m = Float32(0.0), Float32(0.0)
-            if r < left:
-                total, m = row_sum[head, first + r], row_max[head, first + r]
-            low, high, delta, e, factor = Int32(0), Int32(0), Float32(0.0), reference, Float32(0.0)
-            if total > 0.0:
-                byte = row_bytes[r]
-                if byte > 0 and byte < 255:
-                    e = byte
-                factor = self.inverse_sum(total) * inverse_of_byte(e)
-                if byte == 255:
-                    factor = Float32(math.nan)
-                x, o = self.row_values(dout, first + r, head), self.row_values(out, first + r, head)
-                codes = cute.make_rmem_tensor(2, Int32)
-                for i in cutlass.range_constexpr(2):
-                    four = [x[4 * i + j] * factor for j in range(4)]
-                    codes[i] = e4m3x4(*four)
-                    if const_expr(spec.delta_quantized):
-                        four = code_values(codes[i])
-                    for j in cutlass.range_constexpr(4):
-                        delta = delta + four[j] * o[4 * i + j]
-                low, high = codes[0], codes[1]
-            for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
-                delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
-            a, c = Float32(-math.inf), Float32(0.0)
-            if total > 0.0:
-                if const_expr(dlse is not None):
-                    delta = delta - dlse[head, first + r] * factor
-                shift = Float32(e - reference) + float(spec.p_scale_log2)
-                a = shift - m
-                if const_expr(not spec.fold_l):
-                    a = a - log2(total)
-                if const_expr(spec.centred):
-                    c = total / Float32(keys) * exp2(shift)
-            effect([self.place(image, r), low, high], "st.global.v2.b32 [$0], {$1, $2};", "l,r,r")
-            if tid % self.lanes == 0:
-                at = stat + Int64(r // QUERY_TILE) * stat_step + 4 * (r % QUERY_TILE)
-                effect([at + 4 * STAT_A, a], "st.global.f32 [$0], $1;", "l,f")
-                effect([at + 4 * STAT_B, -delta], "st.global.f32 [$0], $1;", "l,f")
-                effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
+        for tile in cutlass.range(tiles, unroll=1):
+            image = self.free_image(buffers, tile)
+            for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
+                r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
+                total, m = Float32(0.0), Float32(0.0)
+                if r < left:
+                    total, m = row_sum[head, first + r], row_max[head, first + r]
+                low, high, delta, e, factor = Int32(0), Int32(0), Float32(0.0), reference, Float32(0.0)
+                if total > 0.0:
+                    byte = row_bytes[r]
+                    if byte > 0 and byte < 255:
+                        e = byte
+                    factor = self.inverse_sum(total) * inverse_of_byte(e)
+                    if byte == 255:
+                        factor = Float32(math.nan)
+                    x, o = self.row_values(dout, first + r, head), self.row_values(out, first + r, head)
+                    codes = cute.make_rmem_tensor(2, Int32)
+                    for i in cutlass.range_constexpr(2):
+                        four = [x[4 * i + j] * factor for j in range(4)]
+                        codes[i] = e4m3x4(*four)
+                        if const_expr(spec.delta_quantized):
+                            four = code_values(codes[i])
+                        for j in cutlass.range_constexpr(4):
+                            delta = delta + four[j] * o[4 * i + j]
+                    low, high = codes[0], codes[1]
+                for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
+                    delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
+                a, c = Float32(-math.inf), Float32(0.0)
+                if total > 0.0:
+                    if const_expr(dlse is not None):
+                        delta = delta - dlse[head, first + r] * factor
+                    shift = Float32(e - reference) + float(spec.p_scale_log2)
+                    a = shift - m
+                    if const_expr(not spec.fold_l):
+                        a = a - log2(total)
+                    if const_expr(spec.centred):
+                        c = total / Float32(keys) * exp2(shift)
+                effect([self.place(image, r), low, high], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
+                if tid % self.lanes == 0:
+                    at = stat + Int64(r // QUERY_TILE) * stat_step + 4 * (r % QUERY_TILE)
+                    effect([at + 4 * STAT_A, a], "st.global.f32 [$0], $1;", "l,f")
+                    effect([at + 4 * STAT_B, -delta], "st.global.f32 [$0], $1;", "l,f")
+                    effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
+            self.send_image(image, target + Int64(tile) * step)
 
     @cute.jit
     def headers(self, q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power):
@@ -383,18 +421,22 @@ class Prepass:
         return top
 
     @cute.jit
-    def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row):
+    def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row, buffers):
         """Q codes as tile images."""
         tid, _, _ = cute.arch.thread_idx()
-        image = self.images(q_tiles, tile_row, head, QUERY_TILE * self.spec.head_dim)
-        for r in cutlass.range(tid // self.lanes, QUERY_TILE * tiles, self.rows, unroll=2):
-            words = cute.make_rmem_tensor(2, Int32)
-            words.fill(0)
-            if r < left:
-                at = q.iterator + cute.crd2idx((first + r, head, 8 * (tid % self.lanes)), q.layout)
-                pointer = cute.make_ptr(Int32, at.toint(), cute.AddressSpace.gmem, assumed_align=8)
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), words)
-            effect([self.place(image, r), words[0], words[1]], "st.global.v2.b32 [$0], {$1, $2};", "l,r,r")
+        target, step = self.images(q_tiles, tile_row, head, 2 * QUERY_TILE * self.spec.head_dim)
+        for tile in cutlass.range(tiles, unroll=1):
+            image = self.free_image(buffers, tiles + tile)  # those of dO may still be leaving
+            for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
+                r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
+                words = cute.make_rmem_tensor(2, Int32)
+                words.fill(0)
+                if r < left:
+                    at = q.iterator + cute.crd2idx((first + r, head, 8 * (tid % self.lanes)), q.layout)
+                    pointer = cute.make_ptr(Int32, at.toint(), cute.AddressSpace.gmem, assumed_align=8)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), words)
+                effect([self.place(image, r), words[0], words[1]], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
+            self.send_image(image, target + Int64(tile) * step)
 
 
 def code_values(word):
@@ -432,8 +474,8 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         *[fake("uint8", (symbol(), kv_heads), align=1) if spec.dq_half else None for _ in range(2)],
         offsets(),
         offsets(),
-        images("uint8", QUERY_TILE * d),
-        images("uint8", QUERY_TILE * d),
+        images("uint8", 2 * QUERY_TILE * d),
+        images("uint8", 2 * QUERY_TILE * d),
         images("float32", STAT_FLOATS),
         fake("float32", (symbol(), heads, d), compact=True),
         fake("float32", (symbol(), heads), align=4, compact=True) if spec.dq_half else None,

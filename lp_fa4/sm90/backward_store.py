@@ -64,17 +64,17 @@ def row_pitch(spec) -> int:
 
 @cute.jit
 def send_rows(spec, w, lane, rows: Int64, stride: Int32, left: Int32):
-    """Start one asynchronous copy for each staged row that exists."""
-    cute.arch.fence_view_async_shared()
+    """Copy the staged rows that exist to global memory, whole sectors at a time. Bulk copies, one a row, occupied the unit that also brings
+    the operands and takes dQ away."""
     cute.arch.sync_warp()
-    if lane < cutlass.min(left, 16):
-        size = row_pitch(spec) - 16
-        effect(
-            [rows + Int64(lane) * stride, w.staging + lane * row_pitch(spec), Int32(size)],
-            "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
-            "l,r,r",
-        )
-        cute.arch.cp_async_bulk_commit_group()
+    chunks = (row_pitch(spec) - 16) // 16
+    at_once = 32 // chunks
+    for i in cutlass.range_constexpr(16 // at_once):
+        row = at_once * i + lane // chunks
+        if row < left:
+            source = w.staging + row * row_pitch(spec) + 16 * (lane % chunks)
+            text = "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d};}"
+            effect([rows + Int64(row) * stride + 16 * (lane % chunks), source], text, "l,r")
 
 
 @cute.jit
