@@ -1,0 +1,238 @@
+"""Backward attention on Blackwell: from an ``AttentionProblem`` and its forward's result to gradients, in three launches and a work list.
+
+``backward_prepass`` (dO8, statistics) → ``backward_kernel`` (dK, dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). The rounding points
+are the reference's: dO and dS in 32 x 32 blocks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
+from lp_fa4.config import LOG2_E, AttentionConfig
+from lp_fa4.mx import MXTensor
+from lp_fa4.mx.layout import group_rows, scale_rows
+from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
+from lp_fa4.sm100.backward_config import STATS, TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
+from lp_fa4.sm100.backward_items import item_capacity, work_items
+from lp_fa4.sm100.config import ARCHS, HEAD_DIMS
+from lp_fa4.sm100.forward_host import SF_ATOM, scale_atoms
+
+SHARED_REPLICAS = 8
+"""Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
+
+
+def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
+    """Why these kernels cannot serve a backward with this head dimension and these choices, in words; "" if they can."""
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim is {head_dim}; sm100 kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    required: dict[str, object] = dict(round_p=True, round_do=True, round_ds=True, do_block=(32, 32), ds_block=(32, 32))
+    required["dq_dtype"] = torch.float32
+    if config.grad_format == "mxfp8":
+        required["grad_block"] = (32, 32)
+    for name, value in required.items():
+        if getattr(config, name) != value:
+            return f"config.{name} is {getattr(config, name)}; the sm100 backward serves {value}"
+    return ""
+
+
+def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> None:
+    reason = reason_against_backward(problem.head_dim, problem.config)
+    if reason:
+        raise ValueError(reason)
+    if problem.q_mean is not None:
+        raise ValueError("q_mean is given; only the reference adds its scores")
+    if problem.softmax_scale is None or not 0.0 < problem.softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale is {problem.softmax_scale}; sm100 kernels need a positive, finite one")
+    if list(dout.shape) != list(result.out.shape):
+        raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
+    if dout.dtype != torch.bfloat16:
+        raise ValueError(f"dout has dtype {dout.dtype}; the sm100 backward takes torch.bfloat16")
+
+
+def backward(
+    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+) -> Gradients:
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` on a Blackwell GPU; see ``Gradients`` for shapes.
+
+    Args:
+        problem, result: of the forward (of this module's or the reference's: only ``centred_out``, ``row_max``, ``row_sum`` are read).
+        dout: bf16 ``[R, H, D]``. dlse: fp32 ``[H, R]`` or None.
+        deterministic: bitwise repeatable dQ (dK and dV always are). Shared queries: one dQ buffer a CTA. Others: one CTA takes all key
+            tiles of a sequence and head in order, so fewer than one (sequence, head) pair a multiprocessor leaves some idle.
+
+    Raises: ``ValueError`` for what these kernels do not serve.
+    """
+    device = problem.device
+    _check(problem, result, dout)
+    arch = arch_of(device)
+    if arch not in ARCHS:
+        raise ValueError(f"{device} compiles for {arch}; sm100 kernels are for {', '.join(ARCHS)}")
+    return run(problem, result, dout, arch, multiprocessors(device), deterministic=deterministic, dlse=dlse)
+
+
+def run(
+    problem: AttentionProblem,
+    result: ForwardResult,
+    dout: Tensor,
+    arch: str,
+    processors: int,
+    *,
+    deterministic: bool = False,
+    dlse: Tensor | None = None,
+) -> Gradients:
+    """Allocate, lay out scales, list the work, launch."""
+    _check(problem, result, dout)
+    p, config, device = problem, problem.config, problem.device
+    mxfp8 = config.grad_format == "mxfp8"
+    if p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0:
+        return _empty(p, mxfp8)
+    from lp_fa4.sm100.backward_kernel import compile_main
+    from lp_fa4.sm100.backward_postpass import compile_postpass
+    from lp_fa4.sm100.backward_prepass import compile_prepass
+
+    assert p.softmax_scale is not None
+    d, heads, kv_heads, batch, queries = p.head_dim, p.heads, p.kv_heads, p.batch, p.queries
+    offsets_k, offsets_q = _offsets(p)
+    spec = BackwardSpec(
+        head_dim=d,
+        group=p.group,
+        causal=p.causal,
+        centred=p.centred_backward,
+        shared=p.shared_q,
+        mxfp8=mxfp8,
+        deterministic=deterministic,
+        p_scale_log2=config.p_scale_backward_log2,
+    )
+    serial = deterministic and not p.shared_q
+    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial)
+    ctas = min(processors, item_capacity(p.tokens, batch, serial) * kv_heads)
+    rows = tile_rows(queries, p.rows, batch)
+    dq_rows = -(-p.q.shape[0] // TILE) if p.shared_q else rows
+    replicas = 1 if not p.shared_q else ctas if deterministic else min(SHARED_REPLICAS, ctas)
+    empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
+    do8 = empty(torch.uint8, p.rows, heads, d)
+    sf_do, sf_dot = (empty(torch.uint8, rows, heads, SF_ATOM) for _ in range(2))
+    stats = empty(torch.float32, rows, heads, STATS * TILE)
+    sums = empty(torch.float32, rows, heads, d)
+    partial = torch.zeros(replicas * dq_rows, heads, TILE * d, dtype=torch.float32, device=device)
+    dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
+    groups = group_rows(p.tokens, batch) if mxfp8 else 1
+    scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
+    dq = empty(torch.float32, *p.q.shape)
+    dv_mean = empty(torch.float32, batch, kv_heads, d) if spec.centred else None
+    prepass = PrepassSpec(
+        head_dim=d,
+        jagged=queries is None,
+        centred=spec.centred,
+        fold_l=config.fold_l_into_do,
+        delta_quantized=config.delta_from == "quantized",
+        p_scale_log2=config.p_scale_backward_log2,
+        out_fp32=result.centred_out.dtype == torch.float32,
+    )
+    offsets_dtype = dtype_name(offsets_k)
+    launch(
+        compile_prepass(arch, prepass, offsets_dtype, dlse is not None),
+        device,
+        _aligned_rows(dout),
+        _aligned_rows(result.centred_out),
+        result.row_max,
+        result.row_sum,
+        dlse,
+        offsets_q,
+        offsets_k,
+        do8,
+        sf_do,
+        sf_dot,
+        stats,
+        sums,
+        dk.view(torch.uint8).flatten(1),
+        dv.view(torch.uint8).flatten(1),
+        queries or 0,
+    )
+    unit = p.softmax_scale * 2.0**-config.p_scale_backward_log2
+    launch(
+        compile_main(arch, spec, backward_tuning(arch, spec), offsets_dtype),
+        device,
+        p.q.codes,
+        p.k.codes,
+        p.v.codes,
+        do8,
+        scale_atoms(p.q, 1),
+        scale_atoms(p.q, 0),
+        scale_atoms(p.k, 1),
+        scale_atoms(p.k, 0),
+        scale_atoms(p.v, 1),
+        sf_do,
+        sf_dot,
+        stats,
+        items,
+        total,
+        offsets_q,
+        partial,
+        dk,
+        dv,
+        *scales,
+        replicas,
+        dq_rows,
+        p.softmax_scale * LOG2_E,
+        unit,
+        ctas,
+    )
+    launch(
+        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, False, offsets_dtype),
+        device,
+        partial,
+        None,
+        dq,
+        offsets_q,
+        offsets_k,
+        sums,
+        dv_mean,
+        p.q.shape[0] if p.shared_q else queries or 0,
+        dq_rows,
+        replicas,
+        unit,
+    )
+    if mxfp8:
+        return Gradients(dq, *(_wrap(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
+    return Gradients(dq, dk, dv, dv_mean)
+
+
+def _offsets(p: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """Offsets of keys and of queries, made on the device where the problem has none."""
+    device = p.device
+    offsets_k = p.offsets_k if p.offsets_k is not None else torch.arange(2, dtype=torch.int32, device=device) * p.tokens
+    if p.queries is None:
+        assert p.offsets_q is not None
+        return offsets_k, p.offsets_q.to(offsets_k.dtype)
+    return offsets_k, torch.arange(p.batch + 1, dtype=offsets_k.dtype, device=device) * (0 if p.shared_q else p.queries)
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """Rows that vector loads can read: last stride 1, other strides and the address multiples of 16 bytes. Copies if need be."""
+    step = 16 // x.element_size()
+    if x.stride(-1) == 1 and all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _wrap(codes: Tensor, scale: Tensor, p: AttentionProblem) -> MXTensor:
+    rows = scale_rows(p.tokens, p.offsets_k)
+    return MXTensor.from_bytes(codes, scale[:rows], (32, 32), p.offsets_k, 0)
+
+
+def _empty(p: AttentionProblem, mxfp8: bool) -> Gradients:
+    """Gradients of a problem without queries or without keys: zeros."""
+    zeros = lambda kind, shape: torch.zeros(shape, dtype=kind, device=p.device)  # noqa: E731
+    dq = zeros(torch.float32, p.q.shape)
+    dv_mean = zeros(torch.float32, (p.batch, p.kv_heads, p.head_dim)) if p.centred_backward else None
+    parts: list[Any] = []
+    for _ in range(2):
+        if mxfp8:
+            scale = zeros(torch.uint8, (group_rows(p.tokens, p.batch), p.kv_heads, p.head_dim // 32))
+            parts.append(_wrap(zeros(torch.uint8, p.k.shape), scale, p))
+        else:
+            parts.append(zeros(torch.bfloat16, p.k.shape))
+    return Gradients(dq, parts[0], parts[1], dv_mean)

@@ -1,0 +1,108 @@
+"""Load warp of the backward: TMA of K, V, Q and dO, bulk copies of their scales (two atoms of what serves two products) and of statistics.
+
+Payloads are addressed at their jagged offset, scales at the 128-row tile rule: a tile's payload may reach into the next sequence, its scales
+never do.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from lp_fa4.sm100.atoms import SF_BYTES, load_scales
+from lp_fa4.sm100.backward_config import STATS, TILE
+from lp_fa4.sm100.backward_work import item_count, key_tile, key_tiles, query_step
+from lp_fa4.sm100.sync import wait
+
+STAT_BYTES = 4 * STATS * TILE
+
+
+@cute.jit
+def load_role(kernel: cutlass.Constexpr, args, shared, bars):
+    """Walk this CTA's key tiles: K and V (two buffers), then query tile by query tile."""
+    spec, bar, stages = kernel.spec, kernel.barriers, kernel.tuning.stages
+    count, step = item_count(args), Int32(cute.arch.grid_dim()[0])
+    index = Int32(cute.arch.block_idx()[0])
+    turn, tiles = Int32(0), Int32(0)
+    while index < count:
+        begin, end = key_tiles(args, index)
+        for n in cutlass.range(begin, end, unroll=1):
+            item = key_tile(spec, args, index, n)
+            if item.steps > 0:
+                load_keys(kernel, args, shared, bars, item, tiles)
+                for s in cutlass.range(item.steps, unroll=1):
+                    head, tile = query_step(spec, item, s)
+                    stage, free = (turn + s) % stages, ((turn + s) // stages & 1) ^ 1
+                    load_queries(kernel, args, shared, bars, item, head, tile, stage, free)
+                turn += item.steps
+                tiles += 1
+        index += step
+
+
+@cute.jit
+def load_keys(kernel: cutlass.Constexpr, args, shared, bars, item, tiles):
+    """K and V of a key tile, K's scales along both axes, V's along the head dimension."""
+    bar, dim = kernel.barriers, kernel.spec.head_dim
+    buffer = tiles & 1
+    full = bars + bar.kv_full + buffer
+    wait(bars + bar.kv_empty + buffer, (tiles >> 1 & 1) ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE * dim + 3 * SF_BYTES)
+    mma = kernel.atoms.scores().get_slice(0)
+    for atom, tensor, target in ((args.tma_k, args.k, shared.k), (args.tma_v, args.v, shared.v)):
+        rows = cute.domain_offset((item.first_key, 0), tensor[None, None, item.head])
+        source = mma.partition_A(cute.local_tile(rows, (TILE, dim), (None, 0)))
+        there, here = _partition(atom, target, source)
+        cute.copy(atom, here[None, item.tile], there[None, buffer], tma_bar_ptr=full)
+    tile = item.first_key // TILE + item.sequence + item.tile
+    for scales, target in ((args.sf_k, shared.sf_k), (args.sf_kt, shared.sf_kt), (args.sf_v, shared.sf_v)):
+        load_scales(scales, tile, item.head, target, buffer, full)
+
+
+@cute.jit
+def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile, stage, free):
+    """Q, statistics and dO of one query tile into ``stage``."""
+    spec, bar, dim = kernel.spec, kernel.barriers, kernel.spec.head_dim
+    mma = kernel.atoms.scores().get_slice(0)
+    full = bars + bar.q_full + stage
+    wait(bars + bar.q_empty + stage, free)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * dim + 2 * SF_BYTES)
+    rows = cute.domain_offset((item.first_query, 0), args.q[None, None, head])
+    there, here = _partition(args.tma_q, shared.q, mma.partition_B(cute.local_tile(rows, (TILE, dim), (None, 0))))
+    cute.copy(args.tma_q, here[None, tile], there[None, stage], tma_bar_ptr=full)
+    row = tile
+    if const_expr(not spec.shared):
+        row = item.first_query // TILE + item.sequence + tile
+    load_scales(args.sf_q, row, head, shared.sf_q, stage, full)
+    load_scales(args.sf_qt, row, head, shared.sf_qt, stage, full)
+
+    full = bars + bar.stat_full + stage
+    wait(bars + bar.stat_empty + stage, free)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, STAT_BYTES)
+    load_stats(args.stats, item.tile_row + tile, head, shared.stats, stage, full)
+
+    full = bars + bar.do_full + stage
+    wait(bars + bar.do_empty + stage, free)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * dim + 2 * SF_BYTES)
+    rows = cute.domain_offset((item.first_row, 0), args.do[None, None, head])
+    there, here = _partition(args.tma_do, shared.do, mma.partition_B(cute.local_tile(rows, (TILE, dim), (None, 0))))
+    cute.copy(args.tma_do, here[None, tile], there[None, stage], tma_bar_ptr=full)
+    load_scales(args.sf_do, item.tile_row + tile, head, shared.sf_do, stage, full)
+    load_scales(args.sf_dot, item.tile_row + tile, head, shared.sf_dot, stage, full)
+
+
+@cute.jit
+def load_stats(source, row, head, target, stage, barrier):
+    """Bulk copy of a query tile's statistics."""
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=STAT_BYTES * 8)
+    start = (source.iterator + cute.crd2idx((row, head, 0), source.layout)).align(16)
+    there = cute.make_tensor((target.iterator + stage * (STATS * TILE)).align(16), cute.make_layout(STATS * TILE))
+    with cute.arch.elect_one():
+        cute.copy(atom, cute.make_tensor(start, cute.make_layout(STATS * TILE)), there, mbar_ptr=barrier)
+
+
+def _partition(atom, shared, tiles):
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))

@@ -1,0 +1,261 @@
+"""What the backward's main kernel needs of dO: its codes in 32 x 32 blocks with both scale layouts, statistics of each query, zeros.
+
+One CTA per query tile (128 queries) and head; a warp owns 32 queries, so every maximum stays inside a warp::
+
+    dO8 = E4M3(dO / l * 2^-e)          e: exponent of a 32 x 32 block
+    a   = s - m                        so that exp2(S + a) is P * 2^s; s = p_scale_log2 (and - log2 l where dO is not divided by l)
+    D   = rowsum(dO8 * Oc) - dlse / l  (or from dO before rounding)
+    c   = (l / K) * 2^s                what is subtracted from P in dV, 0 unless centred
+
+A row that does not exist or sees no key has a = -inf and no part in its block's exponent. A block with a NaN or infinity has byte 255 and
+codes 0. Codes keep dO's place (jagged rows), scales go by the 128-row tile rule.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, e4m3x4_to_float, inverse_of_byte, log2, scale_of_byte
+from lp_fa4.common.sequence import find_sequence
+from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.sm100.atoms import SF_BYTES
+from lp_fa4.sm100.backward_config import STATS, TILE, PrepassSpec
+from lp_fa4.sm100.backward_work import effect
+
+THREADS = 128
+COLUMNS = 8
+"""Columns of a thread."""
+
+
+class Prepass:
+    """``spec``: compile-time choices. Launch arguments: :func:`compile_prepass`."""
+
+    def __init__(self, spec: PrepassSpec):
+        self.spec = spec
+        self.lanes = spec.head_dim // COLUMNS  # threads of a row
+        self.rows = 32 // self.lanes  # rows of a warp at once
+        self.rounds = 32 // self.rows
+
+    @cute.jit
+    def __call__(
+        self,
+        dout: cute.Tensor,
+        out: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        dlse: cute.Tensor | None,
+        offsets_q: cute.Tensor,
+        offsets_k: cute.Tensor,
+        do8: cute.Tensor,
+        sf: cute.Tensor,
+        sf_t: cute.Tensor,
+        stats: cute.Tensor,
+        sums: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        queries: Int32,
+        stream,
+    ):
+        grid = Int32(stats.shape[0]) * Int32(stats.shape[1])
+        self.kernel(dout, out, row_max, row_sum, dlse, offsets_q, offsets_k, do8, sf, sf_t, stats, sums, dk, dv, queries).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dout: cute.Tensor,
+        out: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        dlse: cute.Tensor | None,
+        offsets_q: cute.Tensor,
+        offsets_k: cute.Tensor,
+        do8: cute.Tensor,
+        sf: cute.Tensor,
+        sf_t: cute.Tensor,
+        stats: cute.Tensor,
+        sums: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        queries: Int32,
+    ):
+        spec = self.spec
+        bid, _, _ = cute.arch.block_idx()
+        heads = Int32(stats.shape[1])
+        batch = Int32(offsets_k.shape[0]) - 1
+        tile_row, head = bid // heads, bid % heads
+        if const_expr(spec.jagged):
+            b = find_sequence(offsets_q, batch, tile_row, TILE)
+            start = Int32(offsets_q[b])
+            tile = tile_row - (start // TILE + b)
+            left = Int32(offsets_q[b + 1]) - start - TILE * tile
+        else:
+            per = (queries + (TILE - 1)) // TILE
+            b, tile = tile_row // per, tile_row % per
+            start, left = b * queries, queries - TILE * tile
+        smem = cutlass.utils.SmemAllocator()
+        column_sums = smem.allocate_tensor(Float32, cute.make_layout((4, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16)
+        self.zero(dk, dv, offsets_k, batch)
+        if left > 0:  # the tile rule leaves rows that own nothing
+            keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
+            place = (tile_row, head, start + TILE * tile, cutlass.min(left, TILE), keys)
+            self.tile(dout, out, row_max, row_sum, dlse, do8, sf, sf_t, stats, sums, column_sums, place)
+
+    @cute.jit
+    def zero(self, dk: cute.Tensor, dv: cute.Tensor, offsets_k: cute.Tensor, batch: Int32):
+        """Zero the rows of dK and dV past the last sequence."""
+        bid, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        end, width = Int32(offsets_k[batch]), Int32(dk.shape[1])  # bytes a row, a multiple of 16
+        dk_base, dv_base = dk.iterator.toint(), dv.iterator.toint()
+        for row in cutlass.range(end + bid, Int32(dk.shape[0]), grid, unroll=1):
+            for i in cutlass.range(tid, width // 16, THREADS, unroll=1):
+                offset = Int64(row) * width + 16 * i
+                for base in (dk_base, dv_base):
+                    effect([base + offset], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
+
+    @cute.jit
+    def row_values(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32):
+        """Eight columns of a BF16 or FP32 row, as they are."""
+        at = x.iterator + cute.crd2idx((row, head, column), x.layout)
+        pointer = cute.make_ptr(x.element_type, at.toint(), cute.AddressSpace.gmem, assumed_align=16)
+        values = cute.make_rmem_tensor(COLUMNS, x.element_type)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(COLUMNS)), values)
+        return values
+
+    @cute.jit
+    def tile(self, dout, out, row_max, row_sum, dlse, do8, sf, sf_t, stats, sums, column_sums, place):
+        """One query tile of one head. ``place``: workspace row, head, first row of dO, rows, keys of the sequence."""
+        spec, lanes = self.spec, self.lanes
+        tile_row, head, first, left, keys = place
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        column = COLUMNS * (lane % lanes)
+        raw = cute.make_rmem_tensor((COLUMNS, self.rounds), BFloat16)
+        inverse = cute.make_rmem_tensor(self.rounds, Float32)
+        total = cute.make_rmem_tensor(COLUMNS, Float32)
+        total.fill(0.0)
+        peak = Int32(0)
+        for i in cutlass.range_constexpr(self.rounds):
+            r = 32 * warp + self.rows * i + lane // lanes
+            row = first + cutlass.min(r, left - 1)
+            x = self.row_values(dout, row, head, column)
+            length = row_sum[head, row]
+            exists = r < left
+            sees = exists and length > 0.0
+            factor = Float32(1.0)
+            if const_expr(spec.fold_l):
+                factor = Float32(1.0) / length
+            inverse[i] = factor if sees else Float32(0.0)
+            for j in cutlass.range_constexpr(COLUMNS):
+                value = Float32(x[j])
+                total[j] = total[j] + (value if exists else Float32(0.0))
+                bits = bits_of(value * factor) & 0x7FFFFFFF
+                peak = cutlass.max(peak, bits if sees else Int32(0))
+                raw[j, i] = x[j]
+        # four lanes hold a block's 32 columns, lanes a row apart its rows
+        for shift in (0, 1, *range(lanes.bit_length() - 1, 5)):
+            peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << shift))
+        for shift in range(lanes.bit_length() - 1, 5):
+            for j in cutlass.range_constexpr(COLUMNS):
+                total[j] = total[j] + cute.arch.shuffle_sync_bfly(total[j], offset=1 << shift)
+        byte = byte_of_amax_bits(peak)
+        self.write_scales(sf, sf_t, tile_row, head, warp, lane, byte)
+        up, down = inverse_of_byte(byte), scale_of_byte(byte)
+        stat = stats.iterator.toint() + (Int64(tile_row) * Int32(stats.shape[1]) + head) * (4 * STATS * TILE)
+        for i in cutlass.range_constexpr(self.rounds):
+            r = 32 * warp + self.rows * i + lane // lanes
+            row = first + cutlass.min(r, left - 1)
+            exists = r < left
+            sees = inverse[i] > 0.0
+            delta = Float32(0.0)
+            o = self.row_values(out, row, head, column)
+            words = []
+            for half in cutlass.range_constexpr(2):
+                four = [Float32(raw[4 * half + j, i]) * inverse[i] for j in range(4)]
+                word = e4m3x4(*[x * up for x in four])
+                word = word if sees and byte < 255 else Int32(0)
+                words.append(word)
+                if const_expr(spec.delta_quantized):
+                    four = [x * down for x in e4m3x4_to_float(word)]
+                for j in cutlass.range_constexpr(4):
+                    delta = delta + four[j] * Float32(o[4 * half + j])
+            if exists:
+                at = do8.iterator.toint() + (Int64(row) * Int32(do8.shape[1]) + head) * spec.head_dim + column
+                effect([at, *words], "st.global.v2.b32 [$0], {$1, $2};", "l,r,r")
+            for shift in range(lanes.bit_length() - 1):
+                delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << shift)
+            a, c = Float32(-math.inf), Float32(0.0)
+            length, m = row_sum[head, row], row_max[head, row]
+            if const_expr(dlse is not None):
+                delta = delta - dlse[head, row] * inverse[i]
+            if sees:
+                a = float(spec.p_scale_log2) - m
+                if const_expr(not spec.fold_l):
+                    a = a - log2(length)
+                if const_expr(spec.centred):
+                    c = length / Float32(keys) * 2.0**spec.p_scale_log2
+            delta = delta if sees else Float32(0.0)
+            if lane % lanes == 0:
+                for kind, value in enumerate((a, delta, c)):
+                    effect([stat + 4 * (TILE * kind + r), value], "st.global.f32 [$0], $1;", "l,f")
+        if lane < lanes:
+            for j in cutlass.range_constexpr(COLUMNS):
+                column_sums[warp, column + j] = total[j]
+        cute.arch.sync_threads()
+        if tid < spec.head_dim:
+            sums[tile_row, head, tid] = (column_sums[0, tid] + column_sums[1, tid]) + (column_sums[2, tid] + column_sums[3, tid])
+
+    @cute.jit
+    def write_scales(self, sf, sf_t, tile_row, head, warp, lane, byte):
+        """This warp's bytes in both atoms: 32 rows (queries) of four column blocks, and, along tokens, one byte of each column."""
+        place = (Int64(tile_row) * Int32(sf.shape[1]) + head) * SF_BYTES + lane * 16
+        bytes_ = []
+        for block in cutlass.range_constexpr(4):
+            found = Int32(0)
+            if const_expr(block < self.spec.head_dim // 32):
+                found = cute.arch.shuffle_sync(byte, 4 * block)
+            bytes_.append(found)
+            at = sf_t.iterator.toint() + place + (4 * block + warp)
+            effect([at, found], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
+        word = bytes_[0] | (bytes_[1] << 8) | (bytes_[2] << 16) | (bytes_[3] << 24)
+        effect([sf.iterator.toint() + place + 4 * warp, word], "st.global.b32 [$0], $1;", "l,r")
+
+
+@kernel_cache
+def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: bool):
+    """Compile for ``arch``. Arguments at launch, in order:
+
+    dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; offsets_q (read if
+    jagged), offsets_k: ``[B + 1]``; do8: uint8 ``[R, H, D]``; sf, sf_t: uint8 ``[tile rows, H, 512]``, scales along the head dimension and
+    along tokens; stats: fp32 ``[tile rows, H, 3 * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk, dv: uint8 ``[T, bytes]``,
+    to be zeroed past the last sequence; queries per sequence (if not jagged).
+    """
+    heads, rows, d = symbol(), symbol(), spec.head_dim
+    per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
+    offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
+    scales = lambda: fake("uint8", (symbol(), heads, SF_BYTES), compact=True)  # noqa: E731
+    grad = lambda: fake("uint8", (symbol(), symbol(16)), compact=True)  # noqa: E731
+    return build(
+        arch,
+        Prepass(spec),
+        fake("bfloat16", (rows, heads, d)),
+        fake("float32" if spec.out_fp32 else "bfloat16", (rows, heads, d)),
+        per_row(),
+        per_row(),
+        per_row() if has_dlse else None,
+        offsets(),
+        offsets(),
+        fake("uint8", (rows, heads, d), compact=True),
+        scales(),
+        scales(),
+        fake("float32", (symbol(), heads, STATS * TILE), compact=True),
+        fake("float32", (symbol(), heads, d), compact=True),
+        grad(),
+        grad(),
+        Int32(1),
+    )

@@ -1,0 +1,73 @@
+"""Reduction warps of the backward: dQ of every query tile from tensor memory to its sums in global memory, by bulk reductions.
+
+Four warps; a thread owns a query's row. A warp stages 32 rows by 32 columns and sends them with one bulk reduction, two in flight, so warps
+never wait for one another. The sums lie as tile images (``dq_place``), which the post-pass turns into rows.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from lp_fa4.sm100.atoms import load_columns
+from lp_fa4.sm100.backward_config import DQ_COLUMNS, TILE
+from lp_fa4.sm100.backward_work import dq_row, effect, item_count, key_tile, key_tiles, query_step
+from lp_fa4.sm100.sync import arrive_tensor, wait_tensor
+
+STAGING_FLOATS = 2 * TILE * DQ_COLUMNS
+"""FP32 words of staging: two pieces of 32 columns for each of 128 rows."""
+
+
+@cute.jit
+def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int32):
+    """Serve this CTA's key tiles. ``thread``: 0..127, the row of a query tile.
+
+    An image holds, for each of 4 x 32 rows, chunks of four columns: 16 bytes of a row, then those of the next of its 32 rows, then the next
+    chunk.
+    """
+    spec, bar = kernel.spec, kernel.barriers
+    count, step = item_count(args), Int32(cute.arch.grid_dim()[0])
+    index = Int32(cute.arch.block_idx()[0])
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    piece_bytes = 32 * DQ_COLUMNS * 4
+    staging = Int32(shared.staging.iterator.toint()) + warp * (2 * piece_bytes)
+    image = TILE * spec.head_dim * 4
+    heads = args.kv_heads * spec.group
+    turn = Int32(0)
+    while index < count:
+        begin, end = key_tiles(args, index)
+        for n in cutlass.range(begin, end, unroll=1):
+            item = key_tile(spec, args, index, n)
+            if const_expr(spec.deterministic):
+                if lane == 0:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                cute.arch.sync_warp()
+            for s in cutlass.range(item.steps, unroll=1):
+                head, tile = query_step(spec, item, s)
+                place = Int64(dq_row(spec, args, item, tile)) * heads + head
+                target = args.dq + place * image + Int64(warp * (image // 4))
+                wait_tensor(bars + bar.dq_full, (turn + s) & 1)
+                for c in cutlass.range_constexpr(spec.head_dim // DQ_COLUMNS):
+                    values = load_columns(tmem, kernel.plan["dQ"].start + c * DQ_COLUMNS, DQ_COLUMNS, thread)
+                    cute.arch.fence_view_async_tmem_load()
+                    if const_expr(c == spec.head_dim // DQ_COLUMNS - 1):
+                        arrive_tensor(bars + bar.dq_read)
+                    if lane == 0:
+                        cute.arch.cp_async_bulk_wait_group(1, read=True)
+                    cute.arch.sync_warp()
+                    buffer = staging + (c % 2) * piece_bytes
+                    for i in cutlass.range_constexpr(DQ_COLUMNS // 4):
+                        four = [values[4 * i + j] for j in range(4)]
+                        effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        effect(
+                            [target + c * piece_bytes, buffer, Int32(piece_bytes)],
+                            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+                            "l,r,r",
+                        )
+                        cute.arch.cp_async_bulk_commit_group()
+            turn += item.steps
+        index += step
+    if lane == 0:
+        cute.arch.cp_async_bulk_wait_group(0)
