@@ -1,0 +1,133 @@
+"""Run the cases of ``cases.py`` in one process a rank, and write what they saw.
+
+    python -m tests.distributed.run --device cuda --out benchmarks/results/h200-x2/distributed.json
+
+One process a GPU over NCCL, or two on the CPU over gloo. Every case has a deadline: a rank that hangs ends the run with the case's name.
+All cases share their processes, so that a kernel is compiled once.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.distributed.cases import CASES, Context, checkpoint
+
+SIZES: dict[str, dict[str, int]] = {
+    "cpu": dict(dim=64, heads=2, seeds=3, scale=1, steps=30),
+    "cuda": dict(dim=256, heads=2, seeds=64, scale=8, steps=200),
+}
+
+
+def join(rank: int, world: int, kind: str, folder: Path, number: int) -> None:
+    """Make the default process group of the first ``world`` ranks; ``number`` tells one rendezvous from the next."""
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder / f'rendezvous{number}'}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=120),
+        **({"device_id": torch.device("cuda", rank)} if kind == "cuda" else {}),
+    )
+
+
+def worker(rank: int, world: int, kind: str, folder: Path, names: list[str]) -> None:
+    """One rank: every case in turn; figures of rank 0 and the error of any rank go to files."""
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    join(rank, world, kind, folder, 0)
+    context = Context(rank, world, device, folder, **SIZES[kind])
+    number = 0
+
+    def new_world(size: int) -> Context | None:
+        nonlocal number
+        number += 1
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        if rank >= size:
+            return None
+        ready = folder / f"ready{number}"
+        if rank == 0:
+            ready.touch()
+        while not ready.exists():  # a rank that had no part in the last group waits here, without one
+            time.sleep(0.05)
+        join(rank, size, kind, folder, number)
+        return dataclasses.replace(context, world=size)
+
+    for name in names:
+        (folder / f"at{rank}").write_text(name)
+        begin = time.perf_counter()
+        try:
+            figures: dict[str, Any] = checkpoint(context, new_world) if name == "checkpoint" else CASES[name](context)
+        except BaseException:
+            (folder / f"error{rank}").write_text(f"{name}, rank {rank}:\n{traceback.format_exc()}")
+            os._exit(1)
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier()
+        if rank == 0:
+            figures["seconds of the case"] = round(time.perf_counter() - begin, 2)
+            (folder / f"figures-{name}").write_text(json.dumps(figures))
+            print(f"{name}: {figures}", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without the interpreter's teardown, in which a thread of TorchRec's libraries aborts the process now and then
+
+
+def run(kind: str, world: int, names: list[str], seconds: float) -> dict[str, Any]:
+    """Figures of every case. Raises ``AssertionError`` with a rank's traceback, or the case at which ranks hang."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        running = mp.spawn(worker, (world, kind, folder, names), nprocs=world, join=False)
+        deadline = time.monotonic() + seconds
+        try:
+            while not running.join(timeout=0.5):
+                places = [(folder / f"at{r}").read_text() if (folder / f"at{r}").exists() else "start" for r in range(world)]
+                assert time.monotonic() < deadline, f"not done after {seconds:g} s; ranks are at {places}"
+        except (AssertionError, mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            texts = [(folder / f"error{r}").read_text() for r in range(world) if (folder / f"error{r}").exists()]
+            raise AssertionError("\n".join(texts) or str(error)) from None
+        finally:
+            for process in running.processes:
+                if process.is_alive():
+                    process.kill()
+        return {name: json.loads((folder / f"figures-{name}").read_text()) for name in names}
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--world-size", type=int, help="processes; all GPUs, or two on the CPU")
+    parser.add_argument("--cases", nargs="*", default=[*CASES, "checkpoint"])
+    parser.add_argument("--seconds", type=float, default=300.0, help="deadline of the whole run")
+    parser.add_argument("--out", type=Path, help="JSON record")
+    arguments = parser.parse_args()
+    world = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
+    figures = run(arguments.device, world, arguments.cases, arguments.seconds)
+    if arguments.out is not None:
+        from benchmarks.harness import write_record
+
+        settings = {"device": arguments.device, "world_size": world, **SIZES[arguments.device]}
+        write_record(arguments.out, "distributed", settings, figures, arguments.device)
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
