@@ -47,6 +47,7 @@ from lp_fa4.sm90.backward_ops import (
     power_for,
     reciprocal_power,
     redux_max,
+    release,
     rescale_codes,
     shared_floats,
     to_codes,
@@ -263,7 +264,7 @@ def finish_tiles(spec, w, dK, x, dq_factor, now, more, targets):
     arrive(w.bars.ds_empty + buffer)
     reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), targets[1])
     warpgroup.wait_group(0)
-    arrive(w.bars.t_empty + out)
+    release(spec, w.bars.t_empty + out, w.peer)
     rescale(dK, down)
     return x
 
@@ -324,12 +325,12 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
     accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
     warpgroup.wait_group(1)
     if const_expr(kind != FIRST):
-        arrive(bars.t_empty + last[0])
+        release(spec, bars.t_empty + last[0], w.peer)
     probabilities(spec, w, S, w.P, stat, fk, limits)  # under dP
     cute.arch.mbarrier_wait(bars.o_full + out, out_phase)
     accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, out], kind == FIRST)
     warpgroup.wait_group(0)
-    arrive(bars.o_empty + out)
+    release(spec, bars.o_empty + out, w.peer)
     score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x, limits)
     if const_expr(kind == FIRST):
         x = first_exponent(w, S)
@@ -343,7 +344,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
         to_codes(S, w.dS)
     cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
     publish(spec, w, S, w.dS, share, buffer, x)
-    arrive(bars.a_empty + stage)  # after publish's proxy fence: the next copy overwrites statistics that were read here
+    release(spec, bars.a_empty + stage, w.peer)  # after publish's proxy fence: the next copy overwrites statistics that were read here
     return x
 
 

@@ -21,6 +21,9 @@ from lp_fa4.sm90.forward_host import HEAD_DIMS, token_blocks
 SHARED_REPLICAS = 8
 """Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
 
+CLUSTER_KEYS: int | None = 512
+"""Keys a sequence, on average, from which two CTAs take neighbouring key tiles and share the query side (None: never)."""
+
 
 def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
     """Why these kernels cannot serve a backward with this head dimension and these choices, in words; "" if they can."""
@@ -33,6 +36,11 @@ def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
         if getattr(config, name) != value:
             return f"config.{name} is {getattr(config, name)}; the Hopper backward serves {value}"
     return ""
+
+
+def cluster_pays(p: AttentionProblem, deterministic: bool) -> bool:
+    """Whether two CTAs take neighbouring key tiles and share the query side (from host numbers only)."""
+    return CLUSTER_KEYS is not None and not p.causal and not deterministic and p.tokens >= p.batch * CLUSTER_KEYS
 
 
 def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> None:
@@ -97,9 +105,11 @@ def backward(
         v_static=v_block == 0,
         dq_half=half,
         deterministic=deterministic,
+        cluster=cluster_pays(p, deterministic),
     )
-    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, serial=spec.serial)
-    ctas = min(multiprocessors(device), item_capacity(p.tokens, batch, spec.serial) * kv_heads)
+    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, serial=spec.serial, keys=spec.item_keys)
+    capacity = item_capacity(p.tokens, batch, spec.serial, spec.item_keys) * kv_heads
+    ctas = 2 * min(multiprocessors(device) // 2, capacity) if spec.cluster else min(multiprocessors(device), capacity)
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
     replicas = 1 if not p.shared_q else batch if half else ctas if deterministic else min(SHARED_REPLICAS, ctas)

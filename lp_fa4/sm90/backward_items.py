@@ -12,19 +12,21 @@ from torch import Tensor
 from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE
 
 
-def item_capacity(tokens: int, batch: int, serial: bool) -> int:
-    """Upper bound of the number of items, from shapes alone."""
-    return batch if serial else tokens // KEY_TILE + batch
+def item_capacity(tokens: int, batch: int, serial: bool, keys: int = KEY_TILE) -> int:
+    """Upper bound of the number of items of ``keys`` keys, from shapes alone."""
+    return batch if serial else tokens // keys + batch
 
 
-def work_items(offsets_k: Tensor, offsets_q: Tensor | None, *, queries: int | None, tokens: int, serial: bool) -> tuple[Tensor, Tensor]:
+def work_items(
+    offsets_k: Tensor, offsets_q: Tensor | None, *, queries: int | None, tokens: int, serial: bool, keys: int = KEY_TILE
+) -> tuple[Tensor, Tensor]:
     """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and their number, int32 ``[1]``.
 
     Args:
-        offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same, or None with ``queries`` a sequence. tokens: rows of k.
+        offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same, or None with ``queries`` a sequence. tokens: rows of k. keys: of an item.
     """
     batch, device = offsets_k.shape[0] - 1, offsets_k.device
-    capacity = item_capacity(tokens, batch, serial)
+    capacity = item_capacity(tokens, batch, serial, keys)
     start = offsets_k[:-1].to(torch.int32)
     length = offsets_k[1:].to(torch.int32) - start
     index = torch.arange(batch, dtype=torch.int32, device=device)
@@ -36,7 +38,7 @@ def work_items(offsets_k: Tensor, offsets_q: Tensor | None, *, queries: int | No
     else:
         rows = torch.full_like(start, queries)
         tile_row = index * -(-queries // QUERY_TILE)
-    tiles = (length + (KEY_TILE - 1)) // KEY_TILE
+    tiles = (length + (keys - 1)) // keys
     scale_row = start // 32 + index
     if serial:
         fields = torch.stack([index, torch.zeros_like(index), tiles, start, length, tile_row, rows, scale_row], 1)

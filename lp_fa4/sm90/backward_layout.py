@@ -1,7 +1,8 @@
 """What the backward kernels agree on: compile-time choices, tile images, statistics and workspace sizes. No ``cutlass`` here.
 
 Units of work: a key tile is 128 keys of one sequence, a query tile 64 queries, a chunk 8 query tiles (512 queries, the longest sum
-that stays inside the tensor core's accumulator), an item one key tile of one key/value head.
+that stays inside the tensor core's accumulator), an item one key tile of one key/value head (or two neighbours, see
+``BackwardSpec.cluster``).
 
 Images of a query tile: the bytes of its codes as shared memory wants them, swizzle included, ``[64, D]``, followed by those of the turned
 codes ``[D, 64]`` (queries of each run of 16 in the order of ``backward_load``).
@@ -44,6 +45,7 @@ class BackwardSpec:
         k_static, v_static: one exponent a head instead of one per 32 keys.
         dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence, also where queries are shared).
         deterministic: reductions from one CTA are performed one after the other.
+        cluster: two CTAs take neighbouring key tiles and share what they read of the query side (not if ``causal`` or ``serial``).
     """
 
     head_dim: int = 128
@@ -58,6 +60,12 @@ class BackwardSpec:
     v_static: bool = True
     dq_half: bool = False
     deterministic: bool = False
+    cluster: bool = False
+
+    @property
+    def item_keys(self) -> int:
+        """Keys of an item: one key tile, or one for each CTA of a cluster (the last may be empty)."""
+        return KEY_TILE * (2 if self.cluster else 1)
 
     @property
     def serial(self) -> bool:

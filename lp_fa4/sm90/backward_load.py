@@ -65,11 +65,12 @@ def query_span(spec, item):
 def segment(spec, item, first, chunk, chunks, s):
     """Segment ``s`` of an item: (query head, first tile, tiles, tile to start with). Neighbouring key tiles start at different
     chunks and query tiles, so that their dQ reductions do not meet."""
+    turn = item.n // 2 if spec.cluster else item.n
     head = item.hk * spec.group + s // chunks
-    c = chunk + (s + item.n) % chunks
+    c = chunk + (s + turn) % chunks
     low = cutlass.max(first, CHUNK_TILES * c)
     count = cutlass.min(CHUNK_TILES * c + CHUNK_TILES, item.tiles) - low
-    return head, low, count, item.n % count
+    return head, low, count, turn % count
 
 
 @cute.jit
@@ -86,14 +87,20 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
     shape, one = (KEY_TILE, spec.head_dim), cute.make_layout(1)
     group = lambda x: cute.group_modes(x, 0, 2)  # noqa: E731
     stage, phase, out, out_phase, kv, kv_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(1)
+    rank = Int32(0)
+    if const_expr(spec.cluster):  # both CTAs walk the same items; each reads half of the query side for both
+        rank = bid % 2
+        bid, grid = bid // 2, grid // 2
     for t in cutlass.range(bid, total, grid, unroll=1):
         entry = t // kv_heads
         fields = [Int32(items[entry, i]) for i in range(8)]
-        tiles, key_tiles = (fields[6] + (QUERY_TILE - 1)) // QUERY_TILE, (fields[4] + (KEY_TILE - 1)) // KEY_TILE
+        tiles, key_tiles = (fields[6] + (QUERY_TILE - 1)) // QUERY_TILE, (fields[4] + (spec.item_keys - 1)) // spec.item_keys
         hk, first_tile, end_tile = t % kv_heads, Int32(0), key_tiles
         if const_expr(not spec.serial):  # all key tiles of a head follow each other: their dQ and query operands stay in L2
             within = t - fields[1] * kv_heads
             hk, first_tile = within // key_tiles, within % key_tiles
+            if const_expr(spec.cluster):
+                first_tile = 2 * first_tile + rank
             end_tile = first_tile + 1
         k_head = cute.domain_offset((fields[3], 0), tma.k_tensor[None, None, hk])
         v_head = cute.domain_offset((fields[3], 0), tma.v_tensor[None, None, hk])
@@ -102,8 +109,8 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
         for n in cutlass.range(first_tile, end_tile, unroll=1):
             item = SimpleNamespace(b=fields[0], n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
             first, chunk, chunks = query_span(spec, item)
-            k_bytes = scale_bytes(spec.k_static, k_scale, item, fields[7] + 4 * n)
-            v_bytes = scale_bytes(spec.v_static, v_scale, item, fields[7] + 4 * n)
+            k_bytes = scale_bytes(spec.k_static, k_scale, item, fields[7])
+            v_bytes = scale_bytes(spec.v_static, v_scale, item, fields[7])
             cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
             record = smem.record + RECORD_BYTES * kv
             with cute.arch.elect_one():
@@ -122,22 +129,23 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
                     q_tile = do_tile
                     if cutlass.const_expr(spec.shared):
                         q_tile = Int64((low + turn) * heads + head)
+                    do_source, q_source = glob.do + do_tile * (2 * tile_bytes), glob.q + q_tile * (2 * tile_bytes)
+                    full = bars.a_full + stage
                     cute.arch.mbarrier_wait(bars.a_empty + stage, phase)
                     with cute.arch.elect_one():
-                        full = bars.a_full + stage
                         cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * tile_bytes + STAT_BYTES)
                         address = Int32(full.toint())
-                        bulk(smem.q_address + stage * tile_bytes, glob.q + q_tile * (2 * tile_bytes), tile_bytes, address)
                         bulk(smem.stat_address + stage * STAT_BYTES, glob.stats + do_tile * STAT_BYTES, STAT_BYTES, address)
-                        bulk(smem.do_address + stage * tile_bytes, glob.do + do_tile * (2 * tile_bytes), tile_bytes, address)
-                    for full, empty, target, source in (
-                        (bars.o_full + out, bars.o_empty + out, smem.dot_address, glob.do + do_tile * (2 * tile_bytes)),
-                        (bars.t_full + out, bars.t_empty + out, smem.qt_address, glob.q + q_tile * (2 * tile_bytes)),
+                    share_tile(spec, rank, 0, smem.q_address + stage * tile_bytes, q_source, full)
+                    share_tile(spec, rank, 1, smem.do_address + stage * tile_bytes, do_source, full)
+                    for reader, full, empty, target, source in (
+                        (0, bars.o_full + out, bars.o_empty + out, smem.dot_address, do_source),
+                        (1, bars.t_full + out, bars.t_empty + out, smem.qt_address, q_source),
                     ):
                         cute.arch.mbarrier_wait(empty, out_phase)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                            bulk(target + out * tile_bytes, source + tile_bytes, tile_bytes, Int32(full.toint()))
+                        share_tile(spec, rank, reader, target + out * tile_bytes, source + tile_bytes, full)
                     stage, phase = advance(stage, phase, stages)
                     out, out_phase = advance(out, out_phase, turned)
                     turn = turn + 1
@@ -150,11 +158,29 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
         cute.arch.mbarrier_arrive(bars.k_full + kv)
 
 
+@cute.jit
+def share_tile(spec, rank, reader: cutlass.Constexpr, target, source, barrier):
+    """Bring a tile, or, in a cluster, let CTA ``reader`` bring it to both."""
+    address = Int32(barrier.toint())
+    if const_expr(spec.cluster):
+        if rank == reader:
+            with cute.arch.elect_one():
+                effect(
+                    [target, source, Int32(spec.tile_bytes), address],
+                    "{.reg .b16 m; mov.b16 m, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                    " [$0], [$1], $2, [$3], m;}",
+                    "r,l,r,r",
+                )
+    else:
+        with cute.arch.elect_one():
+            bulk(target, source, spec.tile_bytes, address)
+
+
 def scale_bytes(static, scale, item, row):
-    """E8M0 bytes of a key tile's four groups; groups past the sequence's end repeat the first."""
+    """E8M0 bytes of a key tile's four groups; groups past the sequence's end repeat the sequence's first. ``row``: its scale row."""
     if static:
         return (Int32(scale[0, item.hk]),) * 4
-    rows = [row + g * Int32(item.n * KEY_TILE + 32 * g < item.klen) for g in range(4)]
+    rows = [row + (4 * item.n + g) * Int32(item.n * KEY_TILE + 32 * g < item.klen) for g in range(4)]
     return tuple(Int32(scale[at, item.hk]) for at in rows)
 
 

@@ -118,7 +118,13 @@ class BackwardMain:
             Int32(k.shape[1]),
             replicas,
             tile_rows,
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[2, 1, 1] if const_expr(self.spec.cluster) else None,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
 
     def storage(self, layouts):
         """Shared memory of a CTA."""
@@ -178,10 +184,11 @@ class BackwardMain:
         tid, _, _ = cute.arch.thread_idx()
         store = cutlass.utils.SmemAllocator().allocate(self.storage(layouts))
         base = store.bars.data_ptr()
+        both = 2 if const_expr(spec.cluster) else 1
         rings = (  # name, stages, arrivals a phase at "full" and at "empty": 8 computing warps, 3 turning warps
-            ("a", A_STAGES, 1, 8),  # Q, dO and statistics
-            ("o", B_STAGES, 1, 8),  # dO^T
-            ("t", B_STAGES, 1, 8),  # Q^T
+            ("a", A_STAGES, 1, 8 * both),  # Q, dO and statistics
+            ("o", B_STAGES, 1, 8 * both),  # dO^T
+            ("t", B_STAGES, 1, 8 * both),  # Q^T
             ("ds", 2, 8, 8),
             ("k", 2, 1, 11),
             ("kt", 1, 3, 8),
@@ -211,7 +218,11 @@ class BackwardMain:
             k_address=address(store.k),
             kt_address=address(store.kt),
         )
-        cute.arch.sync_threads()
+        if const_expr(spec.cluster):  # no arrival before the other CTA's barriers exist
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         total = Int32(total_items[0]) * kv_heads
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
@@ -264,10 +275,14 @@ class BackwardMain:
                 record=smem.record,
                 factors=address(store.factors) + 8 * own,
                 # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
+                peer=cute.arch.block_idx()[0] % 2 ^ 1,
                 strip=address(store.ds) + lane * KEY_TILE + ((own ^ (lane % 8)) << 4),
             )
             grads = SimpleNamespace(stats=stats, dq=dq, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
             self.consume(w, grads, kv_heads, replicas, tile_rows)
+        if const_expr(spec.cluster):  # the other CTA may still arrive here
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def consume(self, w, grads, kv_heads, replicas, tile_rows):

@@ -2,14 +2,26 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.numbers import e4m3x4, inline_ptx
 
-__all__ = ["accumulate", "arrive", "bf16x2", "e4m3x4", "effect", "mask_of", "pick_pairs", "redux_max", "rescale_codes", "to_codes"]
+__all__ = [
+    "accumulate",
+    "arrive",
+    "bf16x2",
+    "e4m3x4",
+    "effect",
+    "mask_of",
+    "pick_pairs",
+    "redux_max",
+    "release",
+    "rescale_codes",
+    "to_codes",
+]
 
 
 def effect(operands, text, constraints):
@@ -89,6 +101,15 @@ def arrive(barrier):
     """One arrival for this warp."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def release(spec, barrier, peer):
+    """One arrival for this warp on a barrier of this CTA and, in a cluster, on the other's."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+        if const_expr(spec.cluster):
+            cute.arch.mbarrier_arrive(barrier, peer)
 
 
 @cute.jit

@@ -3,8 +3,8 @@
     python -m tests.sm90.backward_emulated '{"lengths": [100, 31], "queries": 70}' [SCHEDULE:SEED ...]
 
 Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
-``growth`` (dO times growth every 40 rows). Prints one JSON line a schedule: relative differences to the reference. A process of its own:
-the emulated architecture is fixed at import.
+``growth`` (dO times growth every 40 rows), ``cluster`` (true: two CTAs share query tiles whatever the lengths). Prints one JSON line a
+schedule: relative differences to the reference. A process of its own: the emulated architecture is fixed at import.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from lp_fa4 import reference
 from tests.emulator import api
 from tests.gpu import problems
 
-MULTIPROCESSORS = 3
+MULTIPROCESSORS = 4
 
 
 def relative(ours, theirs) -> float:
@@ -31,6 +31,7 @@ def relative(ours, theirs) -> float:
 def main(text: str, schedules: list[str]) -> None:
     fields = json.loads(text)
     grads, deterministic, growth = fields.pop("grads", "bf16"), fields.pop("deterministic", False), fields.pop("growth", 1.0)
+    cluster_keys = 0 if fields.pop("cluster", False) else None
     dq_dtype = getattr(torch, fields.pop("dq_dtype", "float32"))
     problems.DEVICE = torch.device("cpu")
     case = problems.Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
@@ -49,6 +50,7 @@ def main(text: str, schedules: list[str]) -> None:
             mock.patch.object(module, "arch_of", lambda device: "sm_90a"),
             mock.patch.object(recode, "arch_of", lambda device: "sm_90a"),
             mock.patch.object(module, "multiprocessors", lambda device: MULTIPROCESSORS),
+            mock.patch.object(module, "CLUSTER_KEYS", cluster_keys),
         ):
             return module.backward(p, result, dout, deterministic=deterministic)
 

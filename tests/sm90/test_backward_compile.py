@@ -19,6 +19,8 @@ WAITS = 10
 VARIANTS = [
     {},
     {"mxfp8": True, "deterministic": True},
+    {"mxfp8": True, "dq_half": True, "cluster": True},
+    {"shared": False, "long": True, "cluster": True},
     {"shared": False, "long": True, "causal": True, "centred": False, "fold": True, "k_static": False, "v_static": False, "mxfp8": True},
     {"shared": False, "long": True, "group": 4},
     {"head_dim": 64, "shared": False, "fold": True, "k_static": False, "v_static": False, "dq_half": True},
