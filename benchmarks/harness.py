@@ -52,8 +52,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+COMMIT_FILE = Path(__file__).with_name("commit.txt")
+"""Holds the commit in an archive of the repository (``git archive`` fills it in), a placeholder in a checkout."""
+
+
 def commit() -> dict[str, Any]:
-    """The source's commit and whether tracked files differ from it; both None outside a git checkout."""
+    """The source's commit and whether tracked files differ from it. Outside a checkout: the commit of the archive that the source came
+    in (what was changed since is then unknown, None), or None."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -62,6 +67,10 @@ def commit() -> dict[str, Any]:
             return None
         return done.stdout.strip()
 
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != ROOT:
+        archived = COMMIT_FILE.read_text(encoding="utf-8").strip() if COMMIT_FILE.exists() else ""
+        return {"commit": archived if archived and not archived.startswith("$") else None, "modified": None}
     head = git("rev-parse", "HEAD")
     changes = git("status", "--porcelain", "--untracked-files=no")
     return {"commit": head, "modified": None if head is None or changes is None else bool(changes)}

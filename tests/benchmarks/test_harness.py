@@ -66,3 +66,15 @@ def test_figure_is_written_only_when_it_is_whole(tmp_path):
         raise RuntimeError
     assert not (tmp_path / "b.png").exists()
     assert plots.color("MXFP8") != plots.color("BF16") and plots.color("other", 1) == plots.PALETTE[1]
+
+
+def test_commit_of_an_archive(tmp_path, monkeypatch):
+    """Outside a checkout the commit is the archive's; a file that no archive filled in names none."""
+    from benchmarks import harness
+
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    for text, expected in (("$Format:%H$\n", None), ("0123abcd\n", "0123abcd")):
+        file = tmp_path / "commit.txt"
+        file.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(harness, "COMMIT_FILE", file)
+        assert harness.commit() == {"commit": expected, "modified": None}
