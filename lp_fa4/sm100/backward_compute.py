@@ -1,7 +1,7 @@
 """Compute warps of the backward: P from scores, dS from P and dP, both to E4M3; dK and dV at a key tile's end (``backward_store``).
 
-Two warpgroups of four warps. A thread owns a row (key) and 64 queries: warpgroup 0 the first half of the query tile, 1 the second. Formulas,
-with the statistics of each query (``backward_prepass``) and s = p_scale_log2::
+Two warpgroups of four warps. A thread owns a row (key) and 64 queries: warpgroup 0 the first half of the query tile, 1 the second. With
+the statistics of each query (``backward_prepass``) and s = p_scale_log2::
 
     p  = exp2(S * softmax_scale * log2(e) + a)      a = s - m: P leaves exp2 with the power of two that E4M3 wants
     P8 = E4M3(p - c)                                c = 2^s l / K, 0 unless centred; its scale is the constant 2^-s
@@ -29,8 +29,8 @@ BLOCK = 32
 
 
 class Place(NamedTuple):
-    """What a compute thread knows of its place. ``tmem``: shifted to this warpgroup's columns. ``group``: warpgroup. ``thread``: 0..127, the
-    key's row. ``warp``, ``lane``: of the warpgroup's four warps."""
+    """Where a compute thread is. ``tmem``: shifted to its warpgroup's columns. ``group``: warpgroup. ``thread``: 0..127, the key's row.
+    ``warp``, ``lane``: of the warpgroup's four warps."""
 
     kernel: Any
     bars: Any
@@ -82,7 +82,7 @@ def compute_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, group: Int
 def query_tile(here, args, shared, now, stage, live, low, high, masked: cutlass.Constexpr):
     """P and dS of this thread's row and one query tile."""
     kernel, bars, tmem = here.kernel, here.bars, here.tmem
-    bar, plan, spec, stages = kernel.barriers, kernel.plan, kernel.spec, kernel.tuning.stages
+    bar, plan, stages = kernel.barriers, kernel.plan, kernel.tuning.stages
     phase = now & 1
     wait_tensor(bars + bar.s_full, phase)
     r = load_columns(tmem, plan["S"].start, HALF, here.thread)
@@ -192,8 +192,9 @@ def score_gradients(here, shared, stats, r, d, b: cutlass.Constexpr, live, scale
 
 @cute.jit
 def share_scales(here, shared, scales):
-    """Bytes of this warp's two blocks into the atoms of both products: every lane quadrant wants every row's byte, and a warp reaches only
-    its own, so the MMA warp copies the atoms with ``tcgen05.cp``. Rows of dK's atom are keys, of dQ's queries (32 to a block, one a lane)."""
+    """Bytes of this warp's two blocks into the atoms of both products. Every lane quadrant wants every row's byte, and a warp reaches only
+    its own: the MMA warp copies the atoms with ``tcgen05.cp``. Rows of dK's atom are keys, of dQ's queries (32 to a block, one a
+    lane)."""
     one, two = scales[0], scales[1]
     atom = cute.recast_ptr(shared.sf_ds_k.iterator, dtype=Int32) + here.group * (SF_BYTES // 4)
     pair = one | (two << 8)

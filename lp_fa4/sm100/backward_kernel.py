@@ -313,9 +313,9 @@ class Backward:
 def compile_main(arch: str, spec: BackwardSpec, tuning: BackwardTuning, offsets_dtype: str) -> Any:
     """Compile one variant. No tensor, no length. Arguments at launch after those of :meth:`Backward.__call__`'s operands:
 
-    stats: fp32 ``[tile rows, H, 3 * 128]``; items: int32 ``[n, 8]``, total: int32 ``[1]`` (``backward_items``); offsets_q: ``[B + 1]``; dq:
-    fp32 ``[rows, H, 128 * D]``, zeroed, of ``replicas`` buffers of ``dq_rows`` rows where queries are shared; dk, dv: ``[T, Hkv, D]`` bf16 or
-    uint8; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]``.
+    stats: fp32 ``[tile rows, H, 3 * 128]``; items: int32 ``[n, 8]``, total: int32 ``[1]`` (``backward_items``); offsets_q: ``[B + 1]``;
+    dq: fp32 ``[rows, H, 128 * D]``, zeroed, of ``replicas`` buffers of ``dq_rows`` rows where queries are shared; dk, dv: bf16 or uint8
+    ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]``.
     """
     d, heads, kv_heads, tokens = spec.head_dim, symbol(), symbol(), symbol()
     codes = lambda h: fake("uint8", (symbol(), h, d), align=16)  # noqa: E731

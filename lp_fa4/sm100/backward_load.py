@@ -1,7 +1,7 @@
 """Load warp of the backward: TMA of K, V, Q and dO, bulk copies of their scales (two atoms of what serves two products) and of statistics.
 
-Payloads are addressed at their jagged offset, scales at the 128-row tile rule: a tile's payload may reach into the next sequence, its scales
-never do.
+Payloads are addressed at their jagged offset, scales at the 128-row tile rule: a tile's payload may reach into the next sequence, its
+scales never do.
 """
 
 import cutlass
@@ -20,7 +20,7 @@ STAT_BYTES = 4 * STATS * TILE
 @cute.jit
 def load_role(kernel: cutlass.Constexpr, args, shared, bars):
     """Walk this CTA's key tiles: K and V (two buffers), then query tile by query tile."""
-    spec, bar, stages = kernel.spec, kernel.barriers, kernel.tuning.stages
+    spec, stages = kernel.spec, kernel.tuning.stages
     count, step = item_count(args), Int32(cute.arch.grid_dim()[0])
     index = Int32(cute.arch.block_idx()[0])
     turn, tiles = Int32(0), Int32(0)

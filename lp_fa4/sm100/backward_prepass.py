@@ -231,9 +231,9 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     """Compile for ``arch``. Arguments at launch, in order:
 
     dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; offsets_q (read if
-    jagged), offsets_k: ``[B + 1]``; do8: uint8 ``[R, H, D]``; sf, sf_t: uint8 ``[tile rows, H, 512]``, scales along the head dimension and
-    along tokens; stats: fp32 ``[tile rows, H, 3 * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk, dv: uint8 ``[T, bytes]``,
-    to be zeroed past the last sequence; queries per sequence (if not jagged).
+    jagged), offsets_k: ``[B + 1]``; do8: uint8 ``[R, H, D]``; sf, sf_t: uint8 ``[tile rows, H, 512]``, scales along the head dimension
+    and along tokens; stats: fp32 ``[tile rows, H, 3 * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk, dv: uint8
+    ``[T, bytes]``, to be zeroed past the last sequence; queries per sequence (if not jagged).
     """
     heads, rows, d = symbol(), symbol(), spec.head_dim
     per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731

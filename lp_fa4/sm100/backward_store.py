@@ -1,4 +1,4 @@
-"""dK and dV of a key tile from tensor memory to global memory, BF16 or MXFP8. Warpgroup 0 writes dV, warpgroup 1 dK; a thread owns a row."""
+"""dK and dV of a key tile from tensor memory to global memory, BF16 or MXFP8. Warpgroup 0 writes dV, 1 dK; a thread owns a row."""
 
 import cutlass
 import cutlass.cute as cute

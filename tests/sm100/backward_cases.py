@@ -1,9 +1,10 @@
-"""Problems for the Blackwell backward, its run in the emulator, and what counts as right. ``case`` builds one for ``tests.emulator.worker``.
+"""Problems for the Blackwell backward, its run in the emulator, and what counts as right. ``case`` builds one for a worker.
 
 The forward's results come from the reference. Scale pads are 0xFF wherever no scale belongs, fresh memory is poison.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -40,8 +41,8 @@ def per_token(p: AttentionProblem, x: torch.Tensor) -> torch.Tensor:
 
 
 class Judge:
-    """Right: per sequence and head, the error of each gradient against FP64 is at most twice that of the reference, which rounds at the same
-    points. The floor is FP32 accumulation in another order (1e-5 of the gradient), or the gradient's own format. Gradients of rows that
+    """Right: per sequence and head, the error of each gradient against FP64 is at most twice that of the reference, which rounds at the
+    same points. The floor is FP32 accumulation in another order (1e-5), or the gradient's own format. Gradients of rows that
     belong to no sequence are exactly 0."""
 
     def __init__(self, p: AttentionProblem, dout: torch.Tensor, dlse: torch.Tensor | None):
@@ -80,10 +81,10 @@ class Judge:
             many = p.queries or 0
             return [slice(b * many, b * many + many) for b in range(p.batch)]
         bounds = (p.offsets_q if name == "dq" else p.offsets_k).tolist()  # type: ignore[union-attr]
-        return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [slice(a, b) for a, b in pairwise(bounds)]
 
     def __call__(self, got: Gradients) -> None:
-        p, fmt = self.p, self.p.config.grad_format
+        fmt = self.p.config.grad_format
         assert (got.dv_mean is None) == (self.want.dv_mean is None)
         if got.dv_mean is not None:
             torch.testing.assert_close(got.dv_mean, self.want.dv_mean, rtol=1e-4, atol=1e-6)
