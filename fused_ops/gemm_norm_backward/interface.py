@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_ops.backend import choose
 from fused_ops.gemm_norm_backward import reference
+from fused_ops.gemm_norm_backward.config import reasons_against
 from fused_ops.operands import FLOATS, Matrix, Weight, check_device, check_matrix, flatten, unflatten
 from lp_fa4.mx import MXTensor, check_offsets
 from lp_fa4.operator import custom_op
@@ -39,28 +41,29 @@ def gemm_norm_backward_op(
     xn_block: list[int],
     offsets: Tensor | None,
     needs: list[bool],
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dnorm_weight, dw_k; a result that is not needed has no elements."""
-    grads = reference.gemm_norm_backward(
-        unflatten(dk, dk_scale, dk_block, offsets),  # type: ignore[arg-type]
-        unflatten(dv, dv_scale, dv_block, offsets) if dv else None,  # type: ignore[arg-type]
-        dv_mean,
-        unflatten(w_k, w_scale, w_block),
-        x,
-        norm_weight,
-        rstd,
-        unflatten(xn, xn_scale, xn_block, offsets),  # type: ignore[arg-type]
-        offsets,
-        *needs,
+    left, extra, right = (
+        unflatten(*m, offsets) if m[0] else None for m in ((dk, dk_scale, dk_block), (dv, dv_scale, dv_block), (xn, xn_scale, xn_block))
     )
+    weight = unflatten(w_k, w_scale, w_block)
+    compute = reference.gemm_norm_backward
+    if choose("gemm_norm_backward", x.device, backend, reasons_against(x, weight, left, extra, right)) != "reference":
+        from fused_ops.gemm_norm_backward import kernel
+
+        compute = kernel.gemm_norm_backward  # type: ignore[assignment]
+    grads = compute(left, extra, dv_mean, weight, x, norm_weight, rstd, right, offsets, *needs)  # type: ignore[arg-type]
     dtypes = (x.dtype, torch.float32, torch.float32)
     dx, dgamma, dw = (x.new_empty(0, dtype=dtype) if grad is None else grad for grad, dtype in zip(grads, dtypes, strict=True))
     return dx, dgamma, dw
 
 
 @gemm_norm_backward_op.register_fake
-def _(dk, dk_scale, dk_block, dv, dv_scale, dv_block, dv_mean, w_k, w_scale, w_block, x, norm_weight, *rest):
-    needs = rest[-1]
+def _(
+    dk, dk_scale, dk_block, dv, dv_scale, dv_block, dv_mean, w_k, w_scale, w_block, x, norm_weight, rstd, xn, xn_scale, xn_block, offsets,
+    needs, backend="auto",
+):  # fmt: skip
     return (
         x.new_empty(x.shape if needs[0] else (0,)),
         x.new_empty(norm_weight.shape if needs[1] else (0,), dtype=torch.float32),
@@ -88,11 +91,12 @@ def gemm_norm_backward(
     x: Tensor,
     norm_weight: Tensor,
     rstd: Tensor,
-    xn: Matrix,
+    xn: Matrix | None,
     *,
     dv_mean: Tensor | None = None,
     offsets: Tensor | None = None,
     needs: tuple[bool, bool, bool] = (True, True, True),
+    backend: str = "auto",
 ) -> GemmNormGradients:
     """Gradients of ``k = norm(x) @ w_k.T``, ``v = norm(x)`` from ``dk`` and ``dv``, ending at the norm's input and weight.
 
@@ -101,10 +105,12 @@ def gemm_norm_backward(
         dv: ``[T, C]``: the same, or None when nothing reads ``norm(x)`` directly.
         w_k: ``[N, C]``: float tensor, MXTensor, or pair ``(hi, lo)``.
         x: ``[T, C]``: the norm's input; norm_weight ``[C]``; rstd: FP32 ``[T]`` as the forward returned it.
-        xn: ``[T, C]``: the norm's output as stored, centred or not.
+        xn: ``[T, C]``: the norm's output as stored, centred or not. None if ``dw_k``, which alone reads it, is not needed.
         dv_mean: FP32 ``[B, C]``: a constant per sequence that belongs to ``dv`` and was kept out of its rounding.
         offsets: taken from the MXTensors; give it when none of them is one.
         needs: which of (dx, dnorm_weight, dw_k) to compute.
+        backend: ``"auto"`` (the kernels where a device has them and they serve the arguments), ``"reference"``, ``"sm90"`` or ``"sm100"``.
+            The kernels add in another order and round nothing but ``dx``; ``dnorm_weight`` and ``dw_k`` are bitwise repeatable.
 
     Returns: :class:`GemmNormGradients`. Rows of ``dx`` past ``offsets[-1]`` are 0. Formulas: ``reference``.
 
@@ -117,7 +123,7 @@ def gemm_norm_backward(
     tokens, columns = x.shape
     heads, _ = check_matrix("w_k", w_k, columns, pair=True)
     for name, matrix, width in (("dk", dk, heads), ("dv", dv, columns), ("xn", xn, columns)):
-        if matrix is None and name == "dv":
+        if matrix is None and (name == "dv" or (name == "xn" and not needs[2])):
             continue
         rows, _ = check_matrix(name, matrix, width)
         if rows != tokens:
@@ -138,8 +144,8 @@ def gemm_norm_backward(
         raise ValueError(f"dv_mean has shape {list(dv_mean.shape)}; it must be [{batch}, {columns}]")
     first_w = w_k[0] if isinstance(w_k, tuple) else w_k
     check_device(x.device, dk=dk, dv=dv, w_k=first_w, norm_weight=norm_weight, rstd=rstd, xn=xn, dv_mean=dv_mean)
-    flat_dv = ([], [], []) if dv is None else flatten(dv)
+    flat_dv, flat_xn = (([], [], []) if matrix is None else flatten(matrix) for matrix in (dv, xn))
     dx, dgamma, dw = gemm_norm_backward_op(
-        *flatten(dk), *flat_dv, dv_mean, *flatten(w_k), x, norm_weight, rstd, *flatten(xn), offsets, list(needs)
+        *flatten(dk), *flat_dv, dv_mean, *flatten(w_k), x, norm_weight, rstd, *flat_xn, offsets, list(needs), backend
     )
     return GemmNormGradients(*(grad if need else None for grad, need in zip((dx, dgamma, dw), needs, strict=True)))

@@ -57,15 +57,15 @@ def gemm_norm_backward(
     x: Tensor,
     norm_weight: Tensor,
     rstd: Tensor,
-    xn: Matrix,
+    xn: Matrix | None,
     offsets: Tensor | None,
     need_x: bool,
     need_norm: bool,
     need_w: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """See the module's docstring; what is not needed comes back as None."""
+    """See the module's docstring; what is not needed comes back as None. ``xn`` is read for ``dw_k`` alone."""
     valid = inside(offsets, x.shape[0])
-    dw = weight_gradient(dk, xn, offsets) if need_w else None
+    dw = weight_gradient(dk, xn, offsets) if need_w and xn is not None else None
     if not (need_x or need_norm):
         return None, None, dw
     dxn = _rows(dk, valid) @ to_float(w_k)

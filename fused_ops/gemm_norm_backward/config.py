@@ -1,0 +1,157 @@
+"""What is compiled for a call of the GEMM + norm backward, and how it is laid out. No cutlass here."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fused_ops.operands import Weight
+from lp_fa4.mx import MXTensor
+
+TILE = 64
+"""Tokens of one step: the rows of a warpgroup's MMA (input gradient), the depth of a stage (weight gradient)."""
+MAX_SLAB = 192
+"""Columns of a CTA's part of the weight: their accumulators are 96 registers of a thread."""
+SHARED_BYTES = 216 * 1024
+"""Shared memory for a CTA's part of the weight."""
+STAGES = 3
+SINGLE = "mx", "bfloat16"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How a matrix of gradients or activations is stored: E4M3 codes in blocks of ``width`` columns (and 32 tokens, or static), or BF16
+    (``width`` 0)."""
+
+    width: int
+    static: bool = False
+
+    @property
+    def mx(self) -> bool:
+        """Codes and scales, not BF16."""
+        return self.width > 0
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """Compile key of the input gradient. ``rows``: of the weight, ``columns``: of ``x``. ``mean``: a row per sequence is added to ``dv``.
+
+    A cluster of ``cluster`` CTAs shares the columns; each holds its slab of the weight in shared memory for the whole launch.
+    """
+
+    rows: int
+    columns: int
+    dtype: str
+    dk: Operand
+    dv: Operand | None
+    mean: bool
+    dense: bool
+    need_x: bool
+    need_norm: bool
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share the columns of a row."""
+        return cluster_of(self.rows, self.columns)
+
+    @property
+    def slab(self) -> int:
+        """Columns of one CTA."""
+        return self.columns // self.cluster
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups of a CTA: three of 168 registers, or two where operands in BF16 need more of them."""
+        return 2
+
+    @property
+    def lookup(self) -> bool:
+        """Whether a row's sequence matters."""
+        scaled = [x for x in (self.dk, self.dv) if x is not None and x.mx and not x.static]
+        return not self.dense and bool(self.mean or scaled)
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Compile key of the weight gradient ``[rows, columns]``."""
+
+    rows: int
+    columns: int
+    dk: Operand
+    xn: Operand
+    dense: bool
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups of a CTA, 64 rows of the result each: three if the pieces of a step share out evenly."""
+        return next(n for n in (3, 2, 1) if self.rows // 64 % n == 0 and (n != 3 or self.columns % 192 == 0))
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of the result in one CTA."""
+        return 64 * self.groups
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of the result in one CTA: their accumulators and the operands of the next step share the registers of a thread."""
+        limit = 192 if self.groups == 3 else 256
+        return next(n for n in (256, 192, 128, 64) if n <= limit and self.columns % n == 0)
+
+    @property
+    def tiles(self) -> int:
+        """CTAs that see the same tokens."""
+        return self.rows // self.tile_rows * (self.columns // self.tile_columns)
+
+    @property
+    def lookup(self) -> bool:
+        """Whether a row's sequence matters."""
+        return not self.dense and any(x.mx and not x.static for x in (self.dk, self.xn))
+
+
+def cluster_of(rows: int, columns: int) -> int:
+    """Smallest cluster whose slabs of a ``[rows, columns]`` weight fit registers and shared memory; 0 if none does."""
+    for n in (1, 2, 4, 8):
+        slab = columns // n
+        if columns % (32 * n) == 0 and slab <= MAX_SLAB and rows * slab * 2 <= SHARED_BYTES:
+            return n
+    return 0
+
+
+def unsupported(tokens: int, rows: int, columns: int, dtype: str, weight: str, operands: dict[str, tuple[str, int]]) -> str:
+    """Why the kernels cannot serve, "" if they can.
+
+    ``weight``: "mx", "pair" or a dtype. ``operands``: name to ("mx", block columns) or (dtype, 0).
+    """
+    if dtype not in ("bfloat16", "float16"):
+        return f"x has dtype {dtype}; the kernels serve bfloat16 and float16"
+    if weight not in SINGLE:
+        return f"w_k is {'a pair (hi, lo)' if weight == 'pair' else weight}; the kernels serve bfloat16 and one MXTensor"
+    for name, size in (("rows of w_k", rows), ("columns of x", columns)):
+        if size % 64 or size < 64:
+            return f"there are {size} {name}; the kernels serve multiples of 64"
+    if cluster_of(rows, columns) == 0:
+        return (
+            f"w_k is [{rows}, {columns}]; the kernels hold at most {SHARED_BYTES // 2048} K elements in slabs of an eighth of the columns"
+        )
+    for name, (kind, width) in operands.items():
+        if kind not in SINGLE:
+            return f"{name} has dtype {kind}; the kernels serve bfloat16 and MXTensors"
+        if kind == "mx" and width % 32:
+            return f"{name} has blocks of {width} columns; the kernels serve multiples of 32"
+    if tokens >= 2**31:
+        return f"x has {tokens} rows; the kernels count them in 32 bits"
+    return ""
+
+
+def kind_of(matrix: Weight) -> tuple[str, int]:
+    """("mx", columns of a block), ("pair", 0) or (dtype, 0)."""
+    if isinstance(matrix, Tensor):
+        return str(matrix.dtype).removeprefix("torch."), 0
+    return ("mx", matrix.block[1]) if isinstance(matrix, MXTensor) else ("pair", 0)
+
+
+def reasons_against(x: Tensor, w_k: Weight, dk: Weight, dv: Weight | None, xn: Weight | None) -> dict[str, str]:
+    """By backend: why its kernels cannot serve these arguments, "" if they can."""
+    rows, columns = w_k.shape if isinstance(w_k, (Tensor, MXTensor)) else w_k[0].shape
+    operands = {name: kind_of(m) for name, m in (("dk", dk), ("dv", dv), ("xn", xn)) if m is not None}
+    reason = unsupported(x.shape[0], rows, columns, kind_of(x)[0], kind_of(w_k)[0], operands)
+    return {"sm90": reason, "sm100": "the kernels of gemm_norm_backward use Hopper's MMA"}

@@ -1,0 +1,477 @@
+"""``dx`` and ``dnorm_weight`` on Hopper in one pass over the tokens: GEMM, dequantize-and-add, norm backward, nothing in between stored.
+
+    dxn  = dk @ w_k + dv + dv_mean_b                     FP32, in the accumulators
+    dx   = rstd * (g * dxn - xhat * mean_c(g * dxn * xhat))
+    parts[i] = sum over the rows of warp i of dxn * xhat
+
+``dk``'s codes become BF16 in registers (exact: four significant bits under a power of two) and are the MMA's A operand, so its exponents
+may differ from block to block at no cost and no accumulator is rescaled. A cluster shares the columns of a row: each CTA keeps its slab
+of ``w_k`` in shared memory for the whole launch, so that nothing is read from L2 again and again, and the CTAs exchange one number a
+row. Each warpgroup walks tiles of 64 consecutive tokens by itself; sequences matter to a row's scales alone, not to the tiling.
+
+The order of a contraction is free, and that of the columns too: a thread's 16 consecutive codes serve four MMA steps, and its accumulators
+are runs of 8 consecutive columns. So every operand goes from global memory to registers and back in whole sectors, without shared memory.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hop
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import LayoutEnum
+
+from fused_ops.gemm_norm_backward.config import TILE, InputSpec
+from fused_ops.gemm_norm_backward.rows import (
+    GROUP,
+    block_factor,
+    codes_to_bf16,
+    float_to_pair,
+    load_words,
+    pair_to_float,
+    prefetch_line,
+    search,
+    search_alone,
+)
+from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.numbers import e4m3x4_to_float, quad_sum
+from lp_fa4.compile import build, fake, kernel_cache, symbol
+
+DEPTH = 64
+"""Contraction of one group of MMAs: a thread's 16 codes of a row, in 4 steps."""
+
+
+class InputGradient:
+    """See the module's docstring; launch arguments: :func:`compile_input_gradient`."""
+
+    def __init__(self, spec: InputSpec):
+        self.spec = spec
+        self.runs = spec.slab // 32
+        self.half = spec.dtype == "float16"
+
+    @cute.jit
+    def __call__(
+        self,
+        dk: cute.Tensor,
+        dk_scale: cute.Tensor,
+        dv: cute.Tensor,
+        dv_scale: cute.Tensor,
+        mean: cute.Tensor,
+        w: cute.Tensor,
+        x: cute.Tensor,
+        gain: cute.Tensor,
+        rstd: cute.Tensor,
+        offsets: cute.Tensor,
+        dx: cute.Tensor,
+        parts: cute.Tensor,
+        clusters: Int32,
+        stream,
+    ):
+        spec = self.spec
+        mma = hop.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, spec.slab), warpgroup.OperandSource.RMEM
+        )
+        self.kernel(mma, dk, dk_scale, dv, dv_scale, mean, w, x, gain, rstd, offsets, dx, parts).launch(
+            grid=[clusters * spec.cluster, 1, 1],
+            block=[128 * spec.groups, 1, 1],
+            cluster=[spec.cluster, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def weight_layout(self):
+        """The slab in shared memory, [columns, contraction], K-major."""
+        spec = self.spec
+        atom = hop.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, spec.rows)
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, BFloat16), (spec.slab, spec.rows), order=(0, 1))
+
+    def storage(self, layout):
+        """Shared memory of a CTA. ``sums``: what the cluster's CTAs send, by warpgroup, slot and sender; a slot is full, then empty."""
+        spec = self.spec
+
+        @cute.struct
+        class Storage:
+            bars: cute.struct.Align[cute.struct.MemRange[Int64, 4 * spec.groups], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * spec.groups * spec.cluster * TILE], 16]
+            gain: cute.struct.Align[cute.struct.MemRange[Float32, spec.slab], 16]
+            w: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
+
+        return Storage
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        dk: cute.Tensor,
+        dk_scale: cute.Tensor,
+        dv: cute.Tensor,
+        dv_scale: cute.Tensor,
+        mean: cute.Tensor,
+        w: cute.Tensor,
+        x: cute.Tensor,
+        gain: cute.Tensor,
+        rstd: cute.Tensor,
+        offsets: cute.Tensor,
+        dx: cute.Tensor,
+        parts: cute.Tensor,
+    ):
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tid // 128)
+        rank = bid % spec.cluster
+        layout = self.weight_layout()
+        store = cutlass.utils.SmemAllocator().allocate(self.storage(layout))
+        slab = store.w.get_tensor(layout.outer, swizzle=layout.inner)
+        gains = store.gain.get_tensor(cute.make_layout(spec.slab))
+        column0 = rank * spec.slab
+        if const_expr(spec.cluster > 1):  # noqa: SIM102 - one is decided at compile time
+            if warp == 0:
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(4 * spec.groups):
+                        cute.arch.mbarrier_init(store.bars.data_ptr() + i, 1 if i % 4 < 2 else 4 * spec.cluster)
+                cute.arch.mbarrier_init_fence()
+        self.load_weight(w, gain, slab, gains, column0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        if const_expr(spec.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+        batch, total = Int32(1), Int32(x.shape[0])
+        if const_expr(not spec.dense):
+            batch = Int32(offsets.shape[0]) - 1
+            total = Int32(offsets[batch])
+        io = Bundle(dk=dk, dk_scale=dk_scale, dv=dv, dv_scale=dv_scale, mean=mean, x=x, rstd=rstd, offsets=offsets, dx=dx)
+        at = Bundle(batch=batch, total=total, limit=Int32(x.shape[0]), column0=column0, rank=rank, group=group, warp=warp)
+        exchange = Bundle(bars=store.bars.data_ptr() + 4 * group, sums=store.sums.data_ptr() + 2 * spec.cluster * TILE * group)
+        thread = mma.get_slice(0)
+        b = thread.make_fragment_B(thread.partition_B(slab))
+        columns = cute.make_rmem_tensor(self.runs, Float32)
+        columns.fill(0.0)
+        step = grid // spec.cluster * spec.groups
+        turn = Int32(0)
+        for tile in cutlass.range(bid // spec.cluster * spec.groups + group, cute.ceil_div(at.limit, TILE), step, unroll=1):
+            self.tile(mma, b, io, at, exchange, gains, columns, tile, step, turn)
+            turn = turn + 1
+        if const_expr(spec.need_norm):
+            lane = tid % 32
+            row = (bid // spec.cluster * spec.groups + group) * 4 + warp % 4
+            for q in cutlass.range_constexpr(self.runs):
+                parts[row, column0 + 32 * q + 8 * (lane % 4) + run_element(lane)] = columns[q]
+        if const_expr(spec.cluster > 1):  # nobody leaves while another may still send to it
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def load_weight(self, w: cute.Tensor, gain: cute.Tensor, slab: cute.Tensor, gains: cute.Tensor, column0: Int32):
+        """This CTA's columns of ``w [rows, columns]``, both axes in the order of the registers, and of the norm's weight."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        eighths = spec.slab // 8
+        for i in cutlass.range(tid, spec.rows * eighths, 128 * spec.groups):
+            k, chunk = i // eighths, i % eighths
+            words = cute.make_rmem_tensor(4, Uint32)
+            load_words(w, k, column0 + 8 * chunk, words)
+            values = cute.recast_tensor(words, BFloat16)
+            # k = 64 b + 16 t + 4 s + 2 h + i of a thread's codes lies at 64 b + 16 s + 8 h + 2 t + i of the contraction,
+            # column 32 q + 8 t + 2 j + i of its runs at 32 q + 8 j + 2 t + i
+            place = k // 64 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 16 % 4 * 2 + k % 2
+            for e in cutlass.range_constexpr(8):
+                slab[chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2, place] = values[e]
+        for i in cutlass.range(tid, spec.slab, 128 * spec.groups):
+            gains[i] = gain[column0 + i]
+
+    @cute.jit
+    def locate(self, io, at, tile: Int32):
+        """Rows of this thread (``r`` and ``r + 8``), their sequences and their rows of the scales."""
+        lane = cute.arch.lane_idx()
+        row0 = tile * TILE + at.warp % 4 * 16 + lane // 4
+        rows, places, sequences = [row0, row0 + 8], [], []
+        low, high = Int32(0), Int32(0)
+        if const_expr(self.spec.lookup):
+            low = search(io.offsets, Int32(0), at.batch, tile * TILE)
+            high = search(io.offsets, low, at.batch, tile * TILE + TILE - 1)
+        for i in cutlass.range_constexpr(2):
+            if const_expr(self.spec.lookup):
+                b = search_alone(io.offsets, low, high, rows[i])
+                begin = Int32(io.offsets[b])
+                places.append(begin // GROUP + b + (rows[i] - begin) // GROUP)
+                sequences.append(b)
+            else:
+                places.append(rows[i] // GROUP)
+                sequences.append(Int32(0))
+        return rows, places, sequences
+
+    @cute.jit
+    def tile(self, mma, b: cute.Tensor, io, at, exchange, gains: cute.Tensor, columns: cute.Tensor, tile: Int32, step: Int32, turn: Int32):
+        """One tile of 64 rows, this CTA's columns."""
+        spec = self.spec
+        lane = cute.arch.lane_idx()
+        quad = lane % 4
+        chunks = spec.rows // DEPTH
+        words = 4 if const_expr(spec.dk.mx) else 8
+        rows, places, sequences = self.locate(io, at, tile)
+        codes = cute.make_rmem_tensor((words, chunks, 2), Uint32)
+        codes.fill(0)
+        factors = cute.make_rmem_tensor((chunks, 2), Float32)
+        factors.fill(0.0)
+        for i in cutlass.range_constexpr(2):
+            if rows[i] < at.total:
+                for c in cutlass.range_constexpr(chunks):
+                    for j in cutlass.range_constexpr(0, words, 4):
+                        part = cute.make_rmem_tensor(4, Uint32)
+                        load_words(io.dk, rows[i], DEPTH * c + 16 * quad + 2 * j, part)
+                        for n in cutlass.range_constexpr(4):
+                            codes[j + n, c, i] = part[n]
+                    if const_expr(spec.dk.mx):
+                        factors[c, i] = block_factor(io.dk_scale, places[i], DEPTH * c + 16 * quad, spec.dk.width, spec.dk.static)
+        self.prefetch(io, at, tile + step)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
+        operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, DEPTH))) for _ in range(2)]
+        for c in cutlass.range_constexpr(chunks):
+            a = cute.recast_tensor(operands[c % 2], Int32)
+            if const_expr(c >= 2):
+                warpgroup.wait_group(1)
+            for s in cutlass.range_constexpr(4):
+                for i in cutlass.range_constexpr(2):
+                    if const_expr(spec.dk.mx):
+                        a[4 * s + i], a[4 * s + 2 + i] = codes_to_bf16(codes[s, c, i], factors[c, i])
+                    else:
+                        a[4 * s + i], a[4 * s + 2 + i] = Int32(codes[2 * s, c, i]), Int32(codes[2 * s + 1, c, i])
+            warpgroup.fence()
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, c > 0)
+            for s in cutlass.range_constexpr(4):
+                cute.gemm(atom, acc, operands[c % 2][None, None, s], b[None, None, 4 * c + s], acc)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+
+        xs = cute.make_rmem_tensor((4, self.runs, 2), Uint32)
+        xs.fill(0)
+        scale = cute.make_rmem_tensor(2, Float32)
+        scale.fill(0.0)
+        wide = 2 if const_expr(spec.dv is not None and spec.dv.mx) else 4
+        dvs, dv_factors = None, None
+        if const_expr(spec.dv is not None):
+            dvs = cute.make_rmem_tensor((wide, self.runs, 2), Uint32)
+            dvs.fill(0)
+            dv_factors = cute.make_rmem_tensor((self.runs, 2), Float32)
+            dv_factors.fill(0.0)
+        for i in cutlass.range_constexpr(2):
+            if rows[i] < at.total:
+                scale[i] = io.rstd[Int64(rows[i])]
+                for q in cutlass.range_constexpr(self.runs):
+                    column = at.column0 + 32 * q + 8 * quad
+                    load_words(io.x, rows[i], column, xs[None, q, i])
+                    if const_expr(spec.dv is not None):
+                        load_words(io.dv, rows[i], column, dvs[None, q, i])
+                        if const_expr(spec.dv.mx):
+                            dv_factors[q, i] = block_factor(io.dv_scale, places[i], column, spec.dv.width, spec.dv.static)
+        warpgroup.wait_group(0)
+
+        sums = [Float32(0.0), Float32(0.0)]
+        for q in cutlass.range_constexpr(self.runs):
+            gain = cute.make_rmem_tensor(8, Float32)
+            load_gain(gains, 32 * q + 8 * quad, gain)
+            column_sums = [Float32(0.0)] * 8
+            for i in cutlass.range_constexpr(2):
+                xf = self.x_of(xs, q, i)
+                extra = self.dv_of(dvs, dv_factors, q, i)
+                base = cute.make_rmem_tensor(8, Float32)
+                if const_expr(spec.mean):
+                    base.fill(0.0)
+                    if rows[i] < at.total:
+                        load_mean(io.mean, sequences[i], at.column0 + 32 * q + 8 * quad, base)
+                for e in cutlass.range_constexpr(8):
+                    index = e % 2 + 2 * i + 4 * (4 * q + e // 2)
+                    d = acc[index]
+                    if const_expr(spec.dv is not None):
+                        d = d + extra[e]
+                    if const_expr(spec.mean):
+                        d = d + base[e]
+                    acc[index] = d
+                    product = d * (xf[e] * scale[i])
+                    sums[i] = sums[i] + gain[e] * product
+                    column_sums[e] = column_sums[e] + product
+            if const_expr(spec.need_norm):
+                columns[q] = columns[q] + sum_rows(column_sums)
+        if const_expr(spec.need_x):
+            for i in cutlass.range_constexpr(2):
+                sums[i] = quad_sum(sums[i])
+            if const_expr(spec.cluster > 1):
+                sums = self.exchange(at, exchange, sums, turn)
+            for i in cutlass.range_constexpr(2):
+                if rows[i] < at.limit:
+                    share = sums[i] * Float32(1.0 / spec.columns)
+                    for q in cutlass.range_constexpr(self.runs):
+                        gain = cute.make_rmem_tensor(8, Float32)
+                        load_gain(gains, 32 * q + 8 * quad, gain)
+                        xf = self.x_of(xs, q, i)
+                        out = cute.make_rmem_tensor(4, Int32)
+                        for e in cutlass.range_constexpr(0, 8, 2):
+                            pair = []
+                            for n in cutlass.range_constexpr(2):
+                                d = acc[n + 2 * i + 4 * (4 * q + e // 2)]
+                                pair.append(scale[i] * (gain[e + n] * d - xf[e + n] * scale[i] * share))
+                            out[e // 2] = float_to_pair(pair[0], pair[1], self.half)
+                            if rows[i] >= at.total:
+                                out[e // 2] = Int32(0)
+                        store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, out)
+
+    @cute.jit
+    def x_of(self, xs: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr):
+        """Eight values of ``x``."""
+        out = []
+        for n in cutlass.range_constexpr(4):
+            out += pair_to_float(xs[n, q, i], self.half)
+        return out
+
+    @cute.jit
+    def dv_of(self, dvs: cute.Tensor, factors: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr):
+        """Eight values of ``dv``."""
+        out = []
+        if const_expr(self.spec.dv is not None):
+            if const_expr(self.spec.dv.mx):
+                for n in cutlass.range_constexpr(2):
+                    out += [v * factors[q, i] for v in e4m3x4_to_float(Int32(dvs[n, q, i]))]
+            else:
+                for n in cutlass.range_constexpr(4):
+                    out += pair_to_float(dvs[n, q, i], False)
+        return out
+
+    @cute.jit
+    def exchange(self, at, exchange, sums, turn: Int32):
+        """Sums of the two rows over the cluster, added in the order of the CTAs; the same bits in each of them.
+
+        Two slots take turns, so that nobody waits for one to be empty.
+        """
+        from quack.utils import store_shared_remote
+
+        spec = self.spec
+        lane = cute.arch.lane_idx()
+        slot, use = turn % 2, turn // 2
+        full, empty = exchange.bars + slot, exchange.bars + (2 + slot)
+        sent = exchange.sums + slot * (spec.cluster * TILE)
+        row = at.warp % 4 * 16 + lane // 4
+        if at.warp % 4 == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE * spec.cluster)
+        cute.arch.mbarrier_wait(empty, (use + 1) % 2)
+        for n in cutlass.range_constexpr(0, spec.cluster, 4):
+            target = lane % 4 + n
+            if target < spec.cluster:
+                for i in cutlass.range_constexpr(2):
+                    store_shared_remote(sums[i], sent + (at.rank * TILE + row + 8 * i), full, target)
+        cute.arch.mbarrier_wait(full, use % 2)
+        found = cute.make_tensor(sent, cute.make_layout(spec.cluster * TILE))
+        out = []
+        for i in cutlass.range_constexpr(2):
+            total = found[row + 8 * i]
+            for n in cutlass.range_constexpr(1, spec.cluster):
+                total = total + found[n * TILE + row + 8 * i]
+            out.append(total)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane < spec.cluster:
+            cute.arch.mbarrier_arrive(empty, lane)
+        return out
+
+    @cute.jit
+    def prefetch(self, io, at, tile: Int32):
+        """Ask for the next tile's rows in L2, this CTA's columns (of ``dk``: its share)."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        local = tid % 128
+        row = tile * TILE + local // 2
+        if row < at.total:
+            share = spec.rows // spec.cluster
+            wanted = [(io.dk, at.rank * share, share * (1 if spec.dk.mx else 2))]
+            wanted.append((io.x, at.column0, spec.slab * 2))
+            if const_expr(spec.dv is not None):
+                wanted.append((io.dv, at.column0, spec.slab * (1 if spec.dv.mx else 2)))
+            for source, column, size in wanted:
+                address = (source.iterator + cute.crd2idx((Int64(row), column), source.layout)).toint()
+                for line in cutlass.range_constexpr(0, size, 256):
+                    if line + 128 * (local % 2) < size:
+                        prefetch_line(address + line + 128 * (local % 2))
+
+
+@cute.jit
+def run_element(lane):
+    """Element of a run of 8 columns whose sum :func:`sum_rows` leaves in a lane."""
+    return lane // 16 * 4 + lane // 8 % 2 * 2 + lane // 4 % 2
+
+
+@cute.jit
+def sum_rows(values):
+    """Sums of 8 values over the 8 lanes that share their columns; a lane keeps one of them (:func:`run_element`)."""
+    lane = cute.arch.lane_idx()
+    for bit in cutlass.range_constexpr(3):
+        offset = 16 >> bit
+        upper = lane // offset % 2 == 1
+        n = len(values) // 2
+        kept = []
+        for i in cutlass.range_constexpr(n):
+            keep = values[n + i] if upper else values[i]
+            send = values[i] if upper else values[n + i]
+            kept.append(keep + cute.arch.shuffle_sync_bfly(send, offset=offset))
+        values = kept
+    return values[0]
+
+
+@cute.jit
+def load_gain(gains: cute.Tensor, column, out: cute.Tensor):
+    """Eight FP32 from shared memory."""
+    pointer = cute.make_ptr(Float32, (gains.iterator + column).toint(), cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), out)
+
+
+@cute.jit
+def load_mean(mean: cute.Tensor, sequence: Int32, column: Int32, out: cute.Tensor):
+    """Eight FP32 of a sequence's row."""
+    pointer = mean.iterator + cute.crd2idx((Int64(sequence), column), mean.layout)
+    aligned = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(8)), out)
+
+
+@cute.jit
+def store_words(target: cute.Tensor, row: Int32, column: Int32, words: cute.Tensor):
+    """16 bytes of a row."""
+    pointer = target.iterator + cute.crd2idx((Int64(row), column), target.layout)
+    aligned = cute.make_ptr(Int32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(words, cute.make_tensor(aligned, cute.make_layout(4)))
+
+
+@kernel_cache
+def compile_input_gradient(arch: str, offsets_dtype: str | None, spec: InputSpec):
+    """Compile for ``arch``. Arguments at launch, in order:
+
+    dk: uint8 or bf16 ``[T, rows]``; dk_scale: uint8 ``[groups or 1, blocks]`` or None; dv, dv_scale: the same of ``columns``, or None;
+    mean: fp32 ``[B, columns]`` or None; w: bf16 ``[rows, columns]``; x ``[T, columns]``; gain: fp32 ``[columns]``; rstd: fp32 ``[T]``;
+    offsets or None; dx: like x, or None; parts: fp32 ``[clusters * warps, columns]``, or None; clusters.
+    """
+    tokens = symbol()
+
+    def operand(kind, columns):
+        if kind is None:
+            return None, None
+        matrix = fake("uint8" if kind.mx else "bfloat16", (tokens, columns))
+        return matrix, fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True) if kind.mx else None
+
+    return build(
+        arch,
+        InputGradient(spec),
+        *operand(spec.dk, spec.rows),
+        *operand(spec.dv, spec.columns),
+        fake("float32", (symbol(), spec.columns), compact=True) if spec.mean else None,
+        fake("bfloat16", (spec.rows, spec.columns), compact=True),
+        fake(spec.dtype, (tokens, spec.columns)),
+        fake("float32", (spec.columns,), compact=True),
+        fake("float32", (tokens,), align=4),
+        None if spec.dense else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake(spec.dtype, (tokens, spec.columns), compact=True) if spec.need_x else None,
+        fake("float32", (symbol(), spec.columns), compact=True) if spec.need_norm else None,
+        Int32(1),
+    )

@@ -1,0 +1,122 @@
+"""The kernels' side of ``gemm_norm_backward``: which kernel for what, workspaces, launches. Formulas: ``reference``.
+
+Against the reference, what differs is the order of FP32 sums (inside the MMA, over a row's columns, over the rows); every product of
+the two GEMMs is exact, since codes under their exponents and the weight are BF16 numbers.
+"""
+
+import torch
+from torch import Tensor
+
+from fused_ops.gemm_norm_backward.config import TILE, InputSpec, Operand, WeightSpec, cluster_of, reasons_against
+from fused_ops.operands import Weight, to_float
+from fused_ops.rmsnorm_quantize.kernel import aligned
+from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
+from lp_fa4.mx import MXTensor
+
+
+def operand(matrix: Tensor | MXTensor | None) -> tuple[Operand | None, Tensor | None, Tensor | None]:
+    """How a matrix is stored, its payload and its scales, as the kernels take them."""
+    if matrix is None:
+        return None, None, None
+    if isinstance(matrix, Tensor):
+        return Operand(0), aligned(matrix), None
+    return Operand(matrix.block[1], matrix.is_static), aligned(matrix.codes), matrix.scale_bytes.contiguous()
+
+
+def clusters_of(device: torch.device, size: int) -> int:
+    """Clusters that are certainly resident together: two CTAs fit anywhere, larger clusters need a whole number of 16 multiprocessors."""
+    count = multiprocessors(device)
+    return max(1, count // size if size <= 2 else count // 16 * (16 // size))
+
+
+def input_gradient(
+    dk: Tensor | MXTensor,
+    dv: Tensor | MXTensor | None,
+    dv_mean: Tensor | None,
+    w_k: Tensor | MXTensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    rstd: Tensor,
+    offsets: Tensor | None,
+    need_x: bool,
+    need_norm: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """``(dx, dnorm_weight)``, None where not needed. T >= 1, B >= 1."""
+    from fused_ops.gemm_norm_backward.input_gradient import compile_input_gradient
+
+    device, (rows, columns) = x.device, w_k.shape
+    (dk_kind, dk, dk_scale), (dv_kind, dv, dv_scale) = operand(dk), operand(dv)
+    assert dk_kind is not None
+    spec = InputSpec(
+        rows, columns, dtype_name(x), dk_kind, dv_kind, mean=dv_mean is not None, dense=offsets is None, need_x=need_x, need_norm=need_norm
+    )
+    tiles = -(-x.shape[0] // TILE)
+    clusters = min(clusters_of(device, cluster_of(rows, columns)), -(-tiles // spec.groups))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device) if need_x else None
+    parts = torch.empty(clusters * spec.groups * 4, columns, dtype=torch.float32, device=device) if need_norm else None
+    launch(
+        compile_input_gradient(arch_of(device), None if offsets is None else dtype_name(offsets), spec),
+        device,
+        dk,
+        dk_scale,
+        dv,
+        dv_scale,
+        None if dv_mean is None else dv_mean.to(torch.float32).contiguous(),
+        to_float(w_k).to(torch.bfloat16).contiguous() if isinstance(w_k, MXTensor) else w_k.contiguous(),
+        aligned(x),
+        norm_weight.to(torch.float32).contiguous(),
+        rstd.contiguous(),
+        offsets,
+        dx,
+        parts,
+        clusters,
+    )
+    return dx, None if parts is None else parts.sum(0)
+
+
+def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tensor | None) -> Tensor:
+    """``dk^T @ xn`` FP32 ``[N, C]``, bitwise repeatable. T >= 1, B >= 1."""
+    from fused_ops.gemm_norm_backward.weight_gradient import compile_weight_gradient
+
+    device, (tokens, rows), columns = dk.device, dk.shape, xn.shape[1]
+    (dk_kind, dk, dk_scale), (xn_kind, xn, xn_scale) = operand(dk), operand(xn)
+    assert dk_kind is not None and xn_kind is not None
+    spec = WeightSpec(rows, columns, dk_kind, xn_kind, dense=offsets is None)
+    splits = max(1, min(multiprocessors(device) // spec.tiles, -(-tokens // TILE)))
+    parts = torch.empty(splits, rows, columns, dtype=torch.float32, device=device)
+    compiled = compile_weight_gradient(arch_of(device), None if offsets is None else dtype_name(offsets), spec)
+    launch(compiled, device, dk, dk_scale, xn, xn_scale, offsets, parts)
+    return parts.sum(0)
+
+
+def gemm_norm_backward(
+    dk: Tensor | MXTensor,
+    dv: Tensor | MXTensor | None,
+    dv_mean: Tensor | None,
+    w_k: Weight,
+    x: Tensor,
+    norm_weight: Tensor,
+    rstd: Tensor,
+    xn: Tensor | MXTensor | None,
+    offsets: Tensor | None,
+    need_x: bool,
+    need_norm: bool,
+    need_w: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The reference's operation on a Hopper GPU; what is not needed comes back as None.
+
+    Raises: ``ValueError`` for what :func:`reasons_against` names.
+    """
+    reason = reasons_against(x, w_k, dk, dv, xn)["sm90"]
+    if reason:
+        raise ValueError(reason)
+    assert isinstance(w_k, (Tensor, MXTensor))
+    if x.shape[0] == 0 or (offsets is not None and offsets.shape[0] == 1):  # no token belongs to a sequence
+        zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device)]
+        zeros += [torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in (norm_weight.shape, w_k.shape)]
+        return tuple(z if need else None for z, need in zip(zeros, (need_x, need_norm, need_w), strict=True))  # type: ignore[return-value]
+    dw = weight_gradient(dk, xn, offsets) if need_w and xn is not None else None
+    if not (need_x or need_norm):
+        return None, None, dw
+    dx, dgamma = input_gradient(dk, dv, dv_mean, w_k, x, norm_weight, rstd, offsets, need_x, need_norm)
+    return dx, dgamma, dw

@@ -1,0 +1,95 @@
+"""Device helpers that both kernels share: the sequence and the scales of a row, codes to BF16."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cutlass_dsl import T
+
+from lp_fa4.common.numbers import e4m3x4_to_float, inline_ptx, scale_of_byte
+
+GROUP = 32
+
+
+def bf16x2(a, b):
+    """Two FP32 to packed BF16, ``a`` low."""
+    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
+def prefetch_line(address):
+    """Ask for one line of global memory in L2."""
+    inline_ptx(None, [address], "prefetch.global.L2 [$0];", "l", side_effects=True)
+
+
+@cute.jit
+def search(offsets: cute.Tensor, low: Int32, batch: Int32, token: Int32) -> Int32:
+    """The largest ``b`` in ``[low, batch)`` with ``offsets[b] <= token``, given that ``low`` is one. Whole warps, uniform arguments."""
+    lane = cute.arch.lane_idx()
+    count = batch - low
+    while count > 1:
+        step = (count + 31) // 32
+        probe = low + lane * step
+        inside = False
+        if probe < low + count:
+            inside = Int32(offsets[probe]) <= token
+        hits = cute.arch.popc(cute.arch.vote_ballot_sync(inside))
+        first = low + (hits - 1) * step
+        count = cutlass.min(step, low + count - first)
+        low = first
+    return low
+
+
+@cute.jit
+def search_alone(offsets: cute.Tensor, low: Int32, high: Int32, token: Int32) -> Int32:
+    """The same for one thread, in ``[low, high]``: no step at all where they are equal, as in a tile of one sequence."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if Int32(offsets[middle]) <= token:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@cute.jit
+def load_words(source: cute.Tensor, row, column: Int32, out: cute.Tensor):
+    """``out``'s words of a row, from an element on; 64-bit offsets. Their bytes are aligned to their number, up to 16."""
+    pointer = source.iterator + cute.crd2idx((Int64(row), column), source.layout)
+    align = min(16, 4 * cute.size(out))
+    aligned = cute.make_ptr(Uint32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
+    cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(cute.size(out))), out)
+
+
+@cute.jit
+def codes_to_bf16(word, factor: Float32):
+    """Four E4M3 codes times a power of two as two words of BF16: exact wherever BF16 has the exponent."""
+    a, b, c, d = e4m3x4_to_float(Int32(word))
+    return bf16x2(a * factor, b * factor), bf16x2(c * factor, d * factor)
+
+
+@cute.jit
+def block_factor(scale: cute.Tensor, row: Int32, column: Int32, width: cutlass.Constexpr, static: cutlass.Constexpr) -> Float32:
+    """Factor of the block that holds ``column``, in row ``row`` of the scales (static ones have one row)."""
+    at = Int64(0) if cutlass.const_expr(static) else Int64(row)
+    return scale_of_byte(Int32(scale[at, column // width]))
+
+
+@cute.jit
+def pair_to_float(word, half: cutlass.Constexpr):
+    """BF16 pair (``half`` False) or FP16 pair to two FP32."""
+    if cutlass.const_expr(half):
+        out = []
+        for i in cutlass.range_constexpr(2):
+            text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.f32.f16 $0, {'lh'[i]};}}"
+            out.append(Float32(inline_ptx(T.f32(), [Int32(word)], text, "=f,r")))
+        return out
+    low = Float32(inline_ptx(T.f32(), [Int32(word)], "{.reg .b32 v; shl.b32 v, $1, 16; mov.b32 $0, v;}", "=f,r"))
+    high = Float32(inline_ptx(T.f32(), [Int32(word)], "{.reg .b32 v; and.b32 v, $1, 0xFFFF0000; mov.b32 $0, v;}", "=f,r"))
+    return [low, high]
+
+
+@cute.jit
+def float_to_pair(a, b, half: cutlass.Constexpr):
+    """Two FP32 to a pair of BF16 (``half`` False) or FP16."""
+    if cutlass.const_expr(half):
+        return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f"))
+    return bf16x2(a, b)

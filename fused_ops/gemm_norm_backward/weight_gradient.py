@@ -1,0 +1,294 @@
+"""``dw_k = dk^T @ xn`` on Hopper, straight from compact jagged codes, summed in FP32 in a fixed order.
+
+The contraction runs over tokens, along which every exponent changes at each group of 32 of one sequence. No Hopper MMA scales blocks, so
+each code becomes BF16 under its exponent (exact) on its way from registers to shared memory; a row finds its group by itself, so a step of
+64 tokens may hold any number of sequences, none needs a segment or pads of its own, and what belongs to no sequence enters as 0. BF16 takes
+operands with tokens along either axis, FP8 would need both turned.
+
+A CTA owns a tile of the result and one of ``splits`` runs of tokens. While the MMAs of a step run, the same warps convert the next step
+and have the one after in flight. The partial sums are added by the caller, in order: the result is bitwise repeatable.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hop
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import LayoutEnum
+
+from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
+from fused_ops.gemm_norm_backward.rows import GROUP, block_factor, codes_to_bf16, load_words, prefetch_line, search, search_alone
+from lp_fa4.common.bundle import Bundle
+from lp_fa4.compile import build, fake, kernel_cache, symbol
+
+AHEAD = 4
+"""Steps of tokens that are asked for in L2 before they are loaded."""
+
+
+class WeightGradient:
+    """See the module's docstring; launch arguments: :func:`compile_weight_gradient`."""
+
+    def __init__(self, spec: WeightSpec):
+        self.spec = spec
+        self.warps = 4 * spec.groups
+        self.left, self.right = spec.tile_rows // 64, spec.tile_columns // 64  # blocks of 64 columns of dk and of xn
+        self.units = 8 * (self.left + self.right) // self.warps  # pieces of 8 rows x 64 columns of a step for each warp
+        self.words = 4 if spec.dk.mx and spec.xn.mx else 8
+
+    @cute.jit
+    def __call__(
+        self,
+        dk: cute.Tensor,
+        dk_scale: cute.Tensor,
+        xn: cute.Tensor,
+        xn_scale: cute.Tensor,
+        offsets: cute.Tensor,
+        parts: cute.Tensor,
+        stream,
+    ):
+        spec = self.spec
+        mma = hop.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.MN, OperandMajorMode.MN, Float32, (spec.groups, 1, 1), (64, spec.tile_columns)
+        )
+        self.kernel(mma, dk, dk_scale, xn, xn_scale, offsets, parts).launch(
+            grid=[spec.tiles * Int32(parts.shape[0]), 1, 1], block=[128 * spec.groups, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    def layouts(self):
+        """Layouts of a step's operands in shared memory: tokens are rows of 64-column blocks, 128 bytes each, swizzled."""
+        spec = self.spec
+        shape = (spec.tile_rows, spec.tile_columns, TILE)
+        major = LayoutEnum.COL_MAJOR
+        return hop.make_smem_layout_a(major, shape, BFloat16, STAGES), hop.make_smem_layout_b(major, shape, BFloat16, STAGES)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        dk: cute.Tensor,
+        dk_scale: cute.Tensor,
+        xn: cute.Tensor,
+        xn_scale: cute.Tensor,
+        offsets: cute.Tensor,
+        parts: cute.Tensor,
+    ):
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tid // 128)
+        layout_a, layout_b = self.layouts()
+
+        @cute.struct
+        class Storage:
+            a: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_b)], 1024]
+
+        store = cutlass.utils.SmemAllocator().allocate(Storage)
+        thread = mma.get_slice(group * 128)
+        a = thread.make_fragment_A(thread.partition_A(store.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)))
+        b = thread.make_fragment_B(thread.partition_B(store.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)))
+        tile, split = bid % spec.tiles, bid // spec.tiles
+        wide = spec.columns // spec.tile_columns
+        row0, column0 = tile // wide * spec.tile_rows, tile % wide * spec.tile_columns
+        batch, total = Int32(1), Int32(dk.shape[0])
+        if const_expr(not spec.dense):
+            batch = Int32(offsets.shape[0]) - 1
+            total = Int32(offsets[batch])
+        io = Bundle(dk=dk, dk_scale=dk_scale, xn=xn, xn_scale=xn_scale, offsets=offsets)
+        at = Bundle(
+            warp=warp, row0=row0, column0=column0, batch=batch, total=total, tile=tile,
+            a=Int32(store.a.data_ptr().toint()), b=Int32(store.b.data_ptr().toint()),
+        )  # fmt: skip
+        # Steps are dealt out so that all runs are equal to one.
+        steps = cute.ceil_div(total, TILE)
+        splits = Int32(parts.shape[0])
+        first = Int32(Int64(steps) * split // splits)
+        last = Int32(Int64(steps) * (split + 1) // splits)
+
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((spec.tile_rows, spec.tile_columns)), Float32)
+        acc.fill(0.0)
+        codes = cute.make_rmem_tensor((self.words, self.units), Uint32)
+        factors = cute.make_rmem_tensor(self.units, Float32)
+        # the sequence of a step's first row, and where it ends
+        place = cute.make_rmem_tensor(2, Int32)
+        place.fill(0)
+        if first < last:
+            self.load(io, at, codes, factors, place, first)
+            self.convert(at, codes, factors, Int32(0))
+            self.load(io, at, codes, factors, place, first + 1)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        stage = Int32(0)
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for step in cutlass.range(first, last, unroll=1):
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(TILE // 16):
+                cute.gemm(atom, acc, a[None, None, k, stage], b[None, None, k, stage], acc)
+            warpgroup.commit_group()
+            stage = stage + 1
+            if stage == STAGES:
+                stage = Int32(0)
+            # The next step's stage was last read two steps ago; everyone has waited for that since.
+            self.convert(at, codes, factors, stage)
+            self.load(io, at, codes, factors, place, step + 2)
+            cute.arch.fence_view_async_shared()
+            warpgroup.wait_group(1)
+            cute.arch.sync_threads()
+        warpgroup.wait_group(0)
+        lane = tid % 32
+        row = row0 + group * 64 + warp % 4 * 16 + lane // 4
+        for j in cutlass.range_constexpr(spec.tile_columns // 8):
+            for i in cutlass.range_constexpr(2):
+                pair = cute.make_rmem_tensor(2, Float32)
+                pair[0], pair[1] = acc[2 * i + 4 * j], acc[2 * i + 4 * j + 1]
+                place_ = (Int64(split), row + 8 * i, column0 + 8 * j + 2 * (lane % 4))
+                pointer = parts.iterator + cute.crd2idx(place_, parts.layout)
+                aligned = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=8)
+                cute.autovec_copy(pair, cute.make_tensor(aligned, cute.make_layout(2)))
+
+    @cute.jit
+    def unit(self, at, u: cutlass.Constexpr):
+        """(block of 64 columns, row within the step, 16-column piece) of this thread's ``u``-th piece."""
+        blocks = self.left + self.right
+        index = at.warp + self.warps * u
+        lane = cute.arch.lane_idx()
+        return index % blocks, index // blocks * 8 + lane // 4, lane % 4
+
+    @cute.jit
+    def load(self, io, at, codes: cute.Tensor, factors: cute.Tensor, place: cute.Tensor, step: Int32):
+        """A step's pieces and their factors into registers; 0 where there is no token."""
+        spec = self.spec
+        codes.fill(0)
+        factors.fill(0.0)
+        token0 = step * TILE
+        if token0 < at.total:
+            low, high, begin = Int32(0), Int32(0), Int32(0)
+            if const_expr(spec.lookup):
+                if token0 >= place[1]:
+                    place[0] = search(io.offsets, place[0], at.batch, token0)
+                    place[1] = Int32(io.offsets[place[0] + 1])
+                low = place[0]
+                high = low
+                if cutlass.min(token0 + TILE, at.total) > place[1]:
+                    high = search(io.offsets, low, at.batch, token0 + TILE - 1)
+            for u in cutlass.range_constexpr(self.units):
+                block, row, piece = self.unit(at, u)
+                token = token0 + row
+                if token < at.total:
+                    scale_row = token // GROUP
+                    if const_expr(spec.lookup):
+                        b = search_alone(io.offsets, low, high, token)
+                        begin = Int32(io.offsets[b])
+                        scale_row = begin // GROUP + b + (token - begin) // GROUP
+                    if block < self.left:
+                        column = at.row0 + 64 * block + 16 * piece
+                        self.load_piece(spec.dk, io.dk, io.dk_scale, codes, factors, u, token, scale_row, column)
+                    else:
+                        column = at.column0 + 64 * (block - self.left) + 16 * piece
+                        self.load_piece(spec.xn, io.xn, io.xn_scale, codes, factors, u, token, scale_row, column)
+            self.prefetch(io, at, token0 + AHEAD * TILE)
+
+    @cute.jit
+    def load_piece(
+        self,
+        kind: cutlass.Constexpr,
+        source: cute.Tensor,
+        scale: cute.Tensor,
+        codes: cute.Tensor,
+        factors: cute.Tensor,
+        u: cutlass.Constexpr,
+        token: Int32,
+        scale_row: Int32,
+        column: Int32,
+    ):
+        """16 columns of a row."""
+        for j in cutlass.range_constexpr(1 if kind.mx else 2):
+            part = cute.make_rmem_tensor(4, Uint32)
+            load_words(source, token, column + 8 * j, part)
+            for n in cutlass.range_constexpr(4):
+                codes[4 * j + n, u] = part[n]
+        if const_expr(kind.mx):
+            factors[u] = block_factor(scale, scale_row, column, kind.width, kind.static)
+
+    @cute.jit
+    def convert(self, at, codes: cute.Tensor, factors: cute.Tensor, stage: Int32):
+        """The pieces in registers to BF16 in shared memory."""
+        spec = self.spec
+        for u in cutlass.range_constexpr(self.units):
+            block, row, piece = self.unit(at, u)
+            words = cute.make_rmem_tensor(8, Int32)
+            if const_expr(spec.dk.mx and spec.xn.mx):
+                self.decode(codes, factors, u, words)
+            elif const_expr(not spec.dk.mx and not spec.xn.mx):
+                self.pass_on(codes, u, words)
+            else:
+                if (block < self.left) == spec.dk.mx:
+                    self.decode(codes, factors, u, words)
+                else:
+                    self.pass_on(codes, u, words)
+            # stages of [blocks, 64 tokens, 64 columns]; a row's 16-byte chunks are exchanged by its number
+            base = at.a + stage * (self.left * 8192) + block * 8192
+            if block >= self.left:
+                base = at.b + stage * (self.right * 8192) + (block - self.left) * 8192
+            for h in cutlass.range_constexpr(2):
+                half = cute.make_rmem_tensor(4, Int32)
+                for n in cutlass.range_constexpr(4):
+                    half[n] = words[4 * h + n]
+                address = base + row * 128 + (((2 * piece + h) ^ (row % 8)) << 4)
+                pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+                cute.autovec_copy(half, cute.make_tensor(pointer, cute.make_layout(4)))
+
+    @cute.jit
+    def decode(self, codes: cute.Tensor, factors: cute.Tensor, u: cutlass.Constexpr, words: cute.Tensor):
+        """16 codes to BF16."""
+        for n in cutlass.range_constexpr(4):
+            words[2 * n], words[2 * n + 1] = codes_to_bf16(codes[n, u], factors[u])
+
+    @cute.jit
+    def pass_on(self, codes: cute.Tensor, u: cutlass.Constexpr, words: cute.Tensor):
+        """16 BF16."""
+        for n in cutlass.range_constexpr(8):
+            words[n] = Int32(codes[n, u])
+
+    @cute.jit
+    def prefetch(self, io, at, token0: Int32):
+        """Ask for a later step's rows in L2: the CTAs of a run of tokens share the lines."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        lines = []
+        for source, kind, columns in ((io.dk, spec.dk, spec.rows), (io.xn, spec.xn, spec.columns)):
+            size = columns * (1 if kind.mx else 2)
+            lines.append((source, -(-size // 128)))
+        share = -(-TILE // spec.tiles)
+        token = token0 + at.tile * share + tid // 8
+        if (tid // 8 < share) & (at.tile * share + tid // 8 < TILE) & (token < at.total):
+            for source, count in lines:
+                address = (source.iterator + cute.crd2idx((Int64(token), 0), source.layout)).toint()
+                for line in cutlass.range_constexpr(0, count, 8):
+                    if line + tid % 8 < count:
+                        prefetch_line(address + 128 * (line + tid % 8))
+
+
+@kernel_cache
+def compile_weight_gradient(arch: str, offsets_dtype: str | None, spec: WeightSpec):
+    """Compile for ``arch``. Arguments at launch, in order:
+
+    dk: uint8 or bf16 ``[T, rows]``; dk_scale: uint8 ``[groups or 1, blocks]`` or None; xn, xn_scale: the same of ``columns``; offsets or
+    None; parts: fp32 ``[splits, rows, columns]``.
+    """
+    tokens = symbol()
+
+    def operand(kind, columns):
+        matrix = fake("uint8" if kind.mx else "bfloat16", (tokens, columns))
+        return matrix, fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True) if kind.mx else None
+
+    return build(
+        arch,
+        WeightGradient(spec),
+        *operand(spec.dk, spec.rows),
+        *operand(spec.xn, spec.columns),
+        None if spec.dense else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake("float32", (symbol(), spec.rows, spec.columns), compact=True),
+    )

@@ -1,0 +1,149 @@
+"""Cases of the GEMM + norm backward kernels for ``tests.emulator.worker`` (JSON arguments only), and what counts as right, on a GPU too.
+
+Right: against FP64 on the operands as stored, at most twice the error of the reference (FP32 sums in another order) plus what the rounding
+of the result's own dtype adds. Where FP64 is not finite the kernel must not be either, and only there. Rows past the last offset are 0.
+"""
+
+import torch
+from torch import Tensor
+
+from fused_ops.gemm_norm_backward import reference
+from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward
+from fused_ops.operands import to_float
+from fused_ops.rmsnorm_quantize.reference import inside, per_token
+from lp_fa4.mx import quantize_mx
+from tests.conftest import offsets_of
+from tests.emulator.kernels import Case
+from tests.emulator.ours import host
+from tests.fused_ops.kernel_cases import poison
+
+EPS = 1e-6
+SUMS = {"dx": 2e-6, "dnorm_weight": 2e-6, "dw_k": 2e-6}
+"""Relative Frobenius error that FP32 sums may have beside the reference's own: a thousand terms in another order, truncated in the MMA."""
+ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+def operand(values: Tensor, kind, offsets, exponent: int = 2):
+    """``kind``: a block, or "bfloat16"."""
+    if kind == "bfloat16":
+        return values.bfloat16()
+    return quantize_mx(values, tuple(kind), offsets, token_dim=0, exponent=exponent if kind[0] == 0 else None)
+
+
+def problem(
+    lengths,
+    rows: int,
+    columns: int,
+    *,
+    dk=(32, 32),
+    dv=(32, 32),
+    xn=(0, 64),
+    mean: bool = True,
+    dtype: str = "bfloat16",
+    capacity: int = 0,
+    tokens: int = 0,
+    weight: str = "bfloat16",
+    int64: bool = False,
+    strided: bool = False,
+    bad=(),
+    seed: int = 0,
+    device: str = "cpu",
+):
+    """Arguments of ``kernel.gemm_norm_backward`` up to ``offsets``. ``lengths`` None: dense, ``tokens`` rows. Rows past the end are NaN."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, device=device)
+
+    offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32).to(device)
+    used = tokens if lengths is None else sum(lengths)
+    capacity = 0 if lengths is None else capacity
+    total = used + capacity
+
+    def sized(n):
+        return random(total, n) * torch.exp2(torch.randint(-9, 3, (total, 1), generator=generator, device=device).float())
+
+    x = (sized(columns) + 0.1 * random(1, columns)).to(getattr(torch, dtype))
+    rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
+    values = dict(dk=sized(rows), dv=sized(columns), xn=x.float() * rstd[:, None])
+    for row, what in zip(bad, (torch.nan, torch.inf, -torch.inf), strict=False):
+        values["dk"][row, (7 * row) % rows] = what
+        values["dv"][row - 1, (5 * row) % columns] = what
+    if capacity:
+        for t in (x, rstd, *values.values()):
+            t[used:] = torch.nan
+    made = {name: operand(v, kind, offsets) for (name, v), kind in zip(values.items(), (dk, dv, xn), strict=True) if kind is not None}
+    for name, kind in (("dk", dk), ("dv", dv), ("xn", xn)):
+        if capacity and kind is not None and kind != "bfloat16":
+            made[name].codes[used:] = 0x7F
+    if strided:  # rows with a gap after them
+        x = torch.cat([x, torch.full_like(x, torch.nan)], dim=1)[:, :columns]
+    w = random(rows, columns) / columns**0.5
+    w = quantize_mx(w) if weight == "mx" else w.to(getattr(torch, weight))
+    gain = torch.rand(columns, generator=generator, device=device) + 0.5
+    batch = 1 if lengths is None else len(lengths)
+    dv_mean = random(batch, columns) if mean else None
+    return made["dk"], made.get("dv"), dv_mean, w, x, gain, rstd, made["xn"], offsets
+
+
+def truth(dk, dv, dv_mean, w, x, gain, rstd, xn, offsets):
+    """FP64: dx, dnorm_weight, dw_k."""
+    valid = inside(offsets, x.shape[0])
+
+    def rows(matrix):
+        values = to_float(matrix).double()
+        return values if valid is None else torch.where(valid, values, 0.0)
+
+    dxn = rows(dk) @ to_float(w).double()
+    if dv is not None:
+        dxn += rows(dv)
+    if dv_mean is not None:
+        bounds = torch.tensor([0, x.shape[0]], device=x.device) if offsets is None else offsets
+        dxn += per_token(dv_mean.double(), bounds, x.shape[0])
+    factor = rstd.double() if valid is None else torch.where(valid[:, 0], rstd.double(), 0.0)
+    xhat = rows(x) * factor[:, None]
+    scaled = dxn * gain.double()
+    dx = factor[:, None] * (scaled - xhat * (scaled * xhat).mean(dim=1, keepdim=True))
+    return dx, (dxn * xhat).sum(0), rows(dk).t() @ rows(xn)
+
+
+def error_of(value: Tensor, exact: Tensor) -> float:
+    """Relative Frobenius error over what is finite; infinite if anything is finite on one side only."""
+    value = value.double()
+    finite = torch.isfinite(exact)
+    if not torch.equal(torch.isfinite(value), finite):
+        return float("inf")
+    value, exact = value[finite], exact[finite]
+    return float((value - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def check(arguments, got, needs=(True, True, True)) -> dict[str, float]:
+    """See the module's docstring; returns the errors."""
+    exact = truth(*arguments)
+    theirs = reference.gemm_norm_backward(*arguments, True, True, True)
+    dtype = arguments[4].dtype
+    errors = {}
+    for name, need, mine, want, right in zip(SUMS, needs, got, theirs, exact, strict=True):
+        assert (mine is not None) == need, name
+        if mine is None:
+            continue
+        assert mine.shape == want.shape and mine.dtype == want.dtype, name
+        errors[name] = error_of(mine, right)
+        allowed = 2 * error_of(want, right) + SUMS[name] + (ROUNDING[dtype] * 0.1 if name == "dx" else 0.0)
+        assert errors[name] <= allowed, f"{name}: error {errors[name]:.3g}, allowed {allowed:.3g}"
+    if arguments[-1] is not None and got[0] is not None:
+        assert bool((got[0][int(arguments[-1][-1]) :] == 0).all()), "dx past the last offset is not 0"
+    return errors
+
+
+def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, True), **options) -> Case:
+    """One call of the kernels."""
+    poison()
+    arguments = problem(lengths, rows, columns, **options)
+
+    def call():
+        with host(arch):
+            return gemm_norm_backward(*arguments, *needs)
+
+    name = f"gemm_norm_backward {lengths} {rows}x{columns} {options}"
+    return Case(name, arch, None, call, lambda got: print(check(arguments, got, needs)))
