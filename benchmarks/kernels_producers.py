@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def lengths_of(tokens: int, longest: int = 4096) -> Tensor:
     draw = torch.randint(1, longest + 1, (4 * tokens // longest + 8,), generator=torch.Generator().manual_seed(1))
     ends = draw.cumsum(0)
     count = int((ends < tokens).sum())
-    return torch.cat([draw[:count], (tokens - (ends[count - 1] if count else 0)).reshape(1)])
+    return torch.cat([draw[:count], torch.tensor([tokens - int(draw[:count].sum())])])
 
 
 def events(tokens: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -95,6 +96,61 @@ def norm_work(tokens: int, columns: int, device: torch.device, kind: str) -> Wor
     return Work(f"rmsnorm_quantize {kind}, {tokens / 1e6:g} M x {columns}", variants, count, 6.0 * tokens * columns)
 
 
+def product_bytes(tokens: int, contracted: int, columns: int, element: int, parts: int) -> float:
+    """Bytes of ``gemm_quantize`` with static exponents: x of ``element`` bytes, weights, codes."""
+    return tokens * (float(element) * contracted + columns) + parts * element * contracted * columns
+
+
+def product_work(tokens: int, columns: int, device: torch.device, form: str) -> Work:
+    """A square projection of normed events, exponents given. ``form``: "pair" (E4M3, weight hi + lo), "single", "bf16"."""
+    from fused_ops import gemm_quantize
+    from fused_ops.operands import split_e4m3
+    from lp_fa4.mx import MXTensor
+    from lp_fa4.sm90.quantize import quantize
+
+    x, offsets = events(tokens, columns, device)
+    weight = torch.randn(columns, columns, device=device) / columns**0.5
+    rounded, exponent = weight.bfloat16(), torch.full((columns // HEAD_DIM,), -4, dtype=torch.int32, device=device)
+    codes = torch.empty(tokens, columns, dtype=torch.uint8, device=device)
+    for target, source in zip(codes.split(1 << 19), x.split(1 << 19), strict=True):
+        target.copy_((source * 16).to(torch.float8_e4m3fn).view(torch.uint8))
+    scale = torch.full((1, columns // HEAD_DIM), 127 - 4, dtype=torch.uint8, device=device)
+    x8 = MXTensor.from_bytes(codes, scale, (0, HEAD_DIM), offsets)
+    pair = split_e4m3(weight, (32, HEAD_DIM))
+
+    def ours() -> object:
+        if form == "bf16":
+            return gemm_quantize(x, rounded, (0, HEAD_DIM), offsets=offsets, exponent=exponent)
+        return gemm_quantize(x8, pair if form == "pair" else pair[0], (0, HEAD_DIM), exponent=exponent)
+
+    def unfused() -> object:
+        return quantize((x @ rounded.t()).view(tokens, -1, HEAD_DIM), offsets, block=32)
+
+    parts = 2 if form == "pair" else 1
+    count = product_bytes(tokens, columns, columns, 2 if form == "bf16" else 1, parts)
+    variants: dict[str, Callable[[], object]] = {"gemm_quantize": ours, "cuBLAS BF16, then quantize": unfused}
+    variants.update({"cuBLAS BF16 alone": lambda: x @ rounded.t(), COPY: copy_of(count, device)})
+    return Work(f"gemm_quantize {form}, {tokens / 1e6:g} M x {columns}", variants, count, 2.0 * parts * tokens * columns**2)
+
+
+def _norm(tokens: int, columns: int, kind: str, device: torch.device) -> Work:
+    return norm_work(tokens, columns, device, kind)
+
+
+def _product(tokens: int, columns: int, form: str, device: torch.device) -> Work:
+    return product_work(tokens, columns, device, form)
+
+
+def _products() -> dict[str, Callable[[torch.device], Work]]:
+    made: dict[str, Callable[[torch.device], Work]] = {}
+    for millions, columns, form in (
+        (1.5, 384, "pair"), (1.5, 384, "single"), (1.5, 384, "bf16"), (1.5, 512, "pair"), (1.5, 512, "bf16"),
+        (6, 384, "pair"), (6, 512, "pair"),
+    ):  # fmt: skip
+        made[f"gemm-{form}-{columns}-{millions:g}"] = partial(_product, int(millions * 1e6), columns, form)
+    return made
+
+
 def _norms() -> dict[str, Callable[[torch.device], Work]]:
     made: dict[str, Callable[[torch.device], Work]] = {}
     for millions, columns, kind in (
@@ -102,11 +158,11 @@ def _norms() -> dict[str, Callable[[torch.device], Work]]:
         (1.5, 512, "static"), (1.5, 512, "square"), (6, 384, "static"), (6, 512, "static"),
     ):  # fmt: skip
         name = f"norm-{kind.replace(' ', '-')}-{columns}-{millions:g}"
-        made[name] = lambda device, m=millions, c=columns, k=kind: norm_work(int(m * 1e6), c, device, k)
+        made[name] = partial(_norm, int(millions * 1e6), columns, kind)
     return made
 
 
-WORKS: dict[str, Callable[[torch.device], Work]] = {**_norms()}
+WORKS: dict[str, Callable[[torch.device], Work]] = {**_norms(), **_products()}
 """Name on the command line to what makes the work."""
 
 
@@ -122,6 +178,19 @@ def check(device: torch.device) -> None:
         apart = float((mine.xn.codes != theirs.xn.codes).float().mean())
         if apart > 2e-3:
             raise RuntimeError(f"rmsnorm_quantize: {apart:.3g} of the codes differ from the definition's: not timed")
+    from fused_ops import gemm_quantize
+    from fused_ops.operands import split_e4m3
+
+    weight = torch.randn(384, 384, device=device) / 20
+    exponent = torch.zeros(3, dtype=torch.int32, device=device)
+    normed = rmsnorm_center_quantize(x, torch.ones(384, device=device), offsets=offsets, block=(0, HEAD_DIM)).xn
+    pair = split_e4m3(weight, (32, HEAD_DIM))
+    for left, right in ((normed, pair), (normed, pair[0]), (x, weight.bfloat16())):
+        places = dict(offsets=offsets) if isinstance(left, Tensor) else {}
+        codes = [gemm_quantize(left, right, (0, HEAD_DIM), exponent=exponent, backend=b, **places).codes for b in ("auto", "reference")]
+        apart = float((codes[0] != codes[1]).float().mean())
+        if apart > 1e-2:
+            raise RuntimeError(f"gemm_quantize: {apart:.3g} of the codes differ from the definition's: not timed")
 
 
 def rows_of(work: Work, rounds: int, device: torch.device) -> list[dict]:

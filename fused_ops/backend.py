@@ -5,6 +5,7 @@ those of ``lp_fa4``: ``"auto"``, ``"reference"``, ``"sm90"``, ``"sm100"``.
 """
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -14,8 +15,8 @@ log = logging.getLogger("fused_ops")
 _announced: set[tuple[str, str, str]] = set()
 
 
-def choose(operation: str, device: torch.device, backend: str, unsupported: str) -> str:
-    """Backend of a call. ``unsupported``: why the kernels cannot serve its arguments, "" if they can.
+def choose(operation: str, device: torch.device, backend: str, unsupported: str | Mapping[str, str]) -> str:
+    """Backend of a call. ``unsupported``: why the kernels cannot serve its arguments, "" if they can; by backend where they differ.
 
     ``"auto"`` on an accelerator that ends at the reference says so, once for each reason. An explicit choice is never replaced.
 
@@ -26,7 +27,8 @@ def choose(operation: str, device: torch.device, backend: str, unsupported: str)
     if backend == "reference" or (backend == "auto" and device.type == "cpu"):
         return "reference"
     names = [b for b in BACKENDS if b != "reference"] if backend == "auto" else [backend]
-    reasons = {name: device_reason(name, device) or unsupported for name in names}
+    words = unsupported if isinstance(unsupported, Mapping) else dict.fromkeys(names, unsupported)
+    reasons = {name: device_reason(name, device) or words[name] for name in names}
     for name, reason in reasons.items():
         if not reason:
             return name

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from fused_ops.backend import choose
 from fused_ops.gemm_quantize import reference
+from fused_ops.gemm_quantize.config import spec_of
 from fused_ops.operands import Matrix, Weight, check_device, check_matrix, flatten, unflatten
 from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
 from lp_fa4.operator import custom_op
@@ -20,15 +22,25 @@ def gemm_quantize_op(
     offsets: Tensor | None,
     block: list[int],
     exponent: Tensor | None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Codes and scale of the product, uint8."""
+    spec, reason = spec_of(x, x_block, w, w_block, block, offsets is None)
+    if not reason and x[0].shape[0] >= 2**31:
+        reason = f"x has {x[0].shape[0]} rows; the kernel counts them in 32 bits"
+    words = {"sm90": reason, "sm100": "this version has no sm100 kernel for it"}
+    if choose("gemm_quantize", x[0].device, backend, words) == "sm90":
+        from fused_ops.gemm_quantize import sm90
+
+        assert spec is not None
+        return sm90.gemm_quantize(x, x_scale, w, w_scale, offsets, exponent, spec)
     left = unflatten(x, x_scale, x_block, offsets)
     out = reference.gemm_quantize(left, unflatten(w, w_scale, w_block), (block[0], block[1]), offsets, exponent)  # type: ignore[arg-type]
     return out.codes, out.scale_bytes
 
 
 @gemm_quantize_op.register_fake
-def _(x, x_scale, x_block, w, w_scale, w_block, offsets, block, exponent):
+def _(x, x_scale, x_block, w, w_scale, w_block, offsets, block, exponent, backend="auto"):
     tokens, columns = x[0].shape[0], w[0].shape[0]
     rows = 1 if block[0] == 0 else scale_rows(tokens, offsets)
     codes = x[0].new_empty((tokens, columns), dtype=torch.uint8)
@@ -54,6 +66,7 @@ def gemm_quantize(
     *,
     offsets: Tensor | None = None,
     exponent: int | Tensor | None = None,
+    backend: str = "auto",
 ) -> MXTensor:
     """MXFP8 of ``x @ w.T``: FP32 sums, quantized in the epilogue.
 
@@ -63,6 +76,9 @@ def gemm_quantize(
         block: blocks of the result: ``(32, 32)``, ``(32, D)``, ``(128, D)``, or ``(0, D)`` with ``exponent``.
         offsets: jagged tokens; taken from ``x`` when that is a jagged MXTensor.
         exponent: static exponents, an int or integers ``[N / D]``: see :func:`projection_exponent`.
+        backend: ``"auto"`` (a kernel where the device has one), ``"reference"``, ``"sm90"`` or ``"sm100"``. A kernel adds up in another
+            order, and FP8 products in sums of some 14 bits over at most 128 of C, so a code may be the next one where the sum lies beside a
+            rounding boundary; given the sums, every byte is the same.
 
     Returns: MXTensor ``[T, N]`` with the groups of ``offsets``; payload 0 past ``offsets[-1]``.
 
@@ -90,5 +106,5 @@ def gemm_quantize(
         raise ValueError(f"block is {block} and exponent is {exponent}; a static block (0, D) takes an exponent, no other does")
     left, right = flatten(x), flatten(w)
     given = None if exponent is None else torch.as_tensor(exponent, device=x.device)
-    codes, scale = gemm_quantize_op(*left, *right, offsets, list(block), given)
+    codes, scale = gemm_quantize_op(*left, *right, offsets, list(block), given, backend)
     return MXTensor.from_bytes(codes, scale, block, offsets)

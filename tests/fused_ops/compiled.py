@@ -5,6 +5,7 @@ One JSON line per variant, as ``tests.sm100.compiled`` has them.
 
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,17 @@ NORMS = {
 }
 
 
+PRODUCTS = {
+    "module, pair": dict(form="e4m3x2", x_tokens=0, x_width=128, w_width=128, block_tokens=0, width=128),
+    "module, BF16": dict(form="bf16", x_tokens=0, x_width=0, w_width=0, block_tokens=0, width=128),
+    "token blocks": dict(form="e4m3", x_tokens=32, x_width=128, w_width=128, block_tokens=32, width=128),
+    "square blocks, pair": dict(form="e4m3x2", x_tokens=32, x_width=32, w_width=32, block_tokens=32, width=32),
+}
+"""Of the Hopper kernel, 384 by 384."""
+WGMMA = {"wgmma": r"\b[HQ]GMMA\b", "waits": r"\bWARPGROUP\.DEPBAR\b"}
+"""Counted in a product's SASS: a wait for every instruction would mean that the assembler serialized them."""
+
+
 def main(arch: str, names: list[str]) -> None:
     """Print one JSON line per variant."""
     with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +48,7 @@ def main(arch: str, names: list[str]) -> None:
         from fused_ops.rmsnorm_quantize.config import NormSpec
         from fused_ops.rmsnorm_quantize.kernel import _compile_norm_mean, _compile_norm_quantize
         from fused_ops.scale_layout.kernel import ScatterSpec, _compile_scatter_scales
-        from tests.sm100.compiled import inspect
+        from tests.sm100.compiled import _run, _tool, inspect
 
         def compile_norm(name):
             spec = NormSpec(**NORMS[name])
@@ -44,13 +56,24 @@ def main(arch: str, names: list[str]) -> None:
 
         variants = {name: lambda name=name: compile_norm(name) for name in NORMS}
         variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384)
+        if arch == "sm_90a":
+            from fused_ops.gemm_quantize.config import GemmSpec
+            from fused_ops.gemm_quantize.sm90 import _compile_gemm_quantize
+
+            for key, choice in PRODUCTS.items():
+                spec = GemmSpec(384, 384, w_static=False, dense=False, **choice)
+                variants[f"product: {key}"] = lambda spec=spec: _compile_gemm_quantize(arch, "int32", spec)
         for axis in (0, 1):
             variants[f"scatter {axis}"] = lambda axis=axis: _compile_scatter_scales(arch, "int32", ScatterSpec(axis, 32, False, False))
         for name in names or variants:
             before = set(Path(folder).glob("*.cubin"))
             variants[name]()
             (cubin,) = set(Path(folder).glob("*.cubin")) - before
-            print(json.dumps({"name": name, **inspect(cubin)}), flush=True)
+            report = {"name": name, **inspect(cubin)}
+            if name.startswith("product"):
+                sass = _run(_tool("cuobjdump"), "-sass", str(cubin))
+                report.update({key: len(re.findall(pattern, sass)) for key, pattern in WGMMA.items()})
+            print(json.dumps(report), flush=True)
             cubin.unlink()
 
 

@@ -8,13 +8,15 @@ it is, codes may differ where a last bit of ``rstd`` moves an element across a r
 import torch
 from torch import Tensor
 
+from fused_ops.gemm_quantize import reference as product
+from fused_ops.operands import flatten, split_e4m3, to_float
 from fused_ops.rmsnorm_quantize import reference
 from fused_ops.rmsnorm_quantize.interface import norm_exponent
 from fused_ops.rmsnorm_quantize.kernel import KernelOutput, rmsnorm_quantize
 from fused_ops.scale_layout import reference as layout
 from fused_ops.scale_layout.interface import sf_shape
 from fused_ops.scale_layout.kernel import scatter_scales
-from lp_fa4.mx import MXTensor, quantize_mx
+from lp_fa4.mx import MXTensor, cast_e4m3, expand_scale, inverse_scale, quantize_mx
 from tests.conftest import offsets_of
 from tests.emulator.kernels import Case
 from tests.emulator.ours import host
@@ -76,6 +78,114 @@ def check_norm(x: Tensor, weight: Tensor, offsets, block, exponent, center: bool
         if got.atoms[axis] is not None:
             atoms = layout.scatter_scales(mx.scale_bytes, block, *x.shape, offsets, axis)
             assert torch.equal(got.atoms[axis], atoms), f"atoms of axis {axis}"
+
+
+SUM_ERROR = {"bf16": 2.0**-20, "fp8": 2.0**-11}
+"""Of the kernel's sums, relative to the sum of magnitudes. BF16: an FP32 sum of at most 64 instructions, each of which rounds a running sum
+that is no more than that. FP8 (``fused_ops.gemm_quantize.sm90``): four instructions, each of 33 terms that lose less than 2^-13 of the
+largest, which in these rows is under an eighth of the sum and loses half of that on average."""
+
+
+def check_product(x, w, block, offsets, exponent, codes: Tensor, scales: Tensor, *, exact: bool = False) -> float:
+    """Codes and scales of ``x @ w^T`` against FP64: every byte is that of a sum within the kernel's error, every code that of such a sum
+    under the kernel's own byte. ``exact``: the sums have no error, so all bytes are the definition's. Returns the share of codes that are
+    not the definition's."""
+    want = product.gemm_quantize(x, w, block, offsets, exponent)
+    for name, mine, theirs in (("codes", codes, want.codes), ("scales", scales, want.scale_bytes)):
+        assert mine.shape == theirs.shape, f"{name}: {list(mine.shape)}, the definition's are {list(theirs.shape)}"
+        wrong = (mine != theirs).nonzero() if exact else []
+        assert len(wrong) == 0, f"{name}: {len(wrong)} differ, first at {wrong[:1].tolist()}"
+    left, right = to_float(x).double(), to_float(w).double()
+    if offsets is not None:
+        rows = torch.arange(left.shape[0], device=left.device)
+        left = torch.where((rows < offsets[-1])[:, None], left, 0.0)
+    sums = left @ right.t()
+    error = (left.abs() @ right.abs().t()) * SUM_ERROR["bf16" if isinstance(x, Tensor) else "fp8"]
+    if block[0]:
+        low, high = (
+            quantize_mx((sums.abs() + sign * error).clamp(min=0), block, offsets, token_dim=0).scale_bytes.int() for sign in (-1, 1)
+        )
+        fine = (scales.int() >= low) & (scales.int() <= high)
+        assert bool(fine.all()), f"scales: {(~fine).sum()} wrong, first at {(~fine).nonzero()[:1].tolist()}"
+    inverse = expand_scale(inverse_scale(scales), sums.shape, block, offsets, 0).double()
+    bounds = [cast_e4m3(((sums + sign * error) * inverse).clamp(-1e6, 1e6).float()).float() for sign in (-1, 1)]
+    got = codes.view(torch.float8_e4m3fn).float()
+    bad = inverse == 0 if block[0] else ~torch.isfinite(sums)
+    fine = torch.where(bad, codes == (0 if block[0] else 0x7F), (got >= bounds[0]) & (got <= bounds[1]))
+    if offsets is not None:
+        fine = torch.where((rows < offsets[-1])[:, None], fine, codes == 0)
+    assert bool(fine.all()), f"codes: {(~fine).sum()} wrong, first at {(~fine).nonzero()[:1].tolist()}"
+    return float((codes != want.codes).float().mean()) if codes.numel() else 0.0
+
+
+def operands(
+    tokens: int, used: int, contracted: int, columns: int, form: str, x_block, w_block, offsets, seed: int, exact: bool, device: str = "cpu"
+):
+    """x and w in the form asked for: rows of sizes 2^±20 (MXFP8), NaN past ``used``; ``exact``: few entries of -1, 0, 1."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(tokens, contracted, generator=generator, device=device)
+    w = torch.randn(columns, contracted, generator=generator, device=device)
+    if exact:
+        x, w = x.round().clamp(-1, 1), w.round().clamp(-1, 1)
+    size = torch.randint(-20, 21, (tokens, 1), generator=generator, device=device).float()
+    spread = torch.exp2(torch.randint(-3, 4, (columns, 1), generator=generator, device=device).float())
+    x, w = x * torch.exp2(size), w * spread
+    x[used:] = torch.nan
+    if form == "bf16":
+        return x.to(torch.bfloat16), w.to(torch.bfloat16)
+    static = torch.full((contracted // x_block[1],), 8, dtype=torch.int32, device=device) if x_block[0] == 0 else None
+    if static is not None:
+        static[: static.shape[0] // 2] = 11
+    left = quantize_mx(x, x_block, offsets, token_dim=0, exponent=static)
+    parts = split_e4m3(w, w_block)
+    return left, parts if form == "e4m3x2" else parts[0]
+
+
+def gemm(
+    arch: str,
+    lengths: list[int] | None,
+    contracted: int,
+    columns: int,
+    *,
+    form: str = "e4m3x2",
+    x_block: tuple[int, int] = (32, 32),
+    w_block: tuple[int, int] = (32, 32),
+    block: tuple[int, int] = (32, 32),
+    tokens: int = 0,
+    capacity: int = 0,
+    bad: list[int] | None = None,
+    exact: bool = False,
+    int64: bool = False,
+    seed: int = 0,
+) -> Case:
+    """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN."""
+    poison()
+    offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
+    used = tokens if lengths is None else sum(lengths)
+    x_block, w_block, block = (x_block[0], x_block[1]), (w_block[0], w_block[1]), (block[0], block[1])
+    x, w = operands(used + capacity, used, contracted, columns, form, x_block, w_block, offsets, seed, exact)
+    for row in bad or []:
+        (x if isinstance(x, Tensor) else x.codes)[row, 3] = torch.nan if isinstance(x, Tensor) else 0x7F
+    exponent = None
+    if block[0] == 0:
+        exponent = torch.full((columns // block[1],), 6, dtype=torch.int32)
+        exponent[:1] -= 9
+
+    def call() -> tuple[Tensor, Tensor]:
+        from fused_ops.gemm_quantize import config, sm90
+
+        left, right = flatten(x), flatten(w)
+        spec, reason = config.spec_of(left.payloads, left.blocks, right.payloads, right.blocks, block, offsets is None)
+        assert spec is not None and not reason, reason
+        with host(arch):
+            return sm90.gemm_quantize(left.payloads, left.scales, right.payloads, right.scales, offsets, exponent, spec)
+
+    def verify(got: tuple[Tensor, Tensor]) -> None:
+        apart = check_product(x, w, block, offsets, exponent, *got, exact=exact)
+        assert apart <= 0.01, f"{apart:.3g} of the codes are not the definition's"
+
+    name = f"gemm_quantize {lengths or tokens} {contracted}x{columns} {form} x{x_block} w{w_block} {block}"
+    return Case(name, arch, None, call, verify)
 
 
 def norm(

@@ -20,5 +20,8 @@ def test_no_spill(arch):
     for report in found:
         sass = report["sass"]
         assert report["stack"] == 0 and report["local"] == 0 and not {"STL", "LDL"} & sass.keys(), report
+        if report["name"].startswith("product"):  # registers are shared out anew by role; a wait is meant for each sum of up to 128 of K
+            assert report["waits"] <= report["wgmma"] // (1 if "square" in report["name"] else 4), report
+            continue
         assert report["reg"] <= 128, report
         assert report["name"] == "mean" or report["name"].startswith("scatter") or "F2FP.SATFINITE.E4M3" in sass, report

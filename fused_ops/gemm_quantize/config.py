@@ -1,0 +1,176 @@
+"""What is compiled for a call of the projection kernel, and how it is laid out. No cutlass here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE = 128
+"""Tokens of a work item: the tile rule's unit; each of two consumer warpgroups computes 64 of them."""
+MAX_COLUMNS = 128
+"""Output columns of a CTA: 64 accumulators a thread, next to two sets of partial sums."""
+SHARED_BYTES = 227 * 1024
+FIXED_BYTES = 24 * 1024
+"""Shared memory beside operands: codes on their way out (16 KiB), factors, barriers, the alignment of the tiles."""
+MIN_STAGES, MAX_STAGES = 4, 14
+ITEM_SLOTS = 4
+"""Tiles whose places the loading warp may have written ahead."""
+FORMS = {"e4m3": 1, "e4m3x2": 2, "bf16": 1}
+"""Operand forms and how many products a column of the weight takes: E4M3, E4M3 with the weight as hi + lo, BF16."""
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """Compile key: nothing in it depends on data.
+
+    ``contracted``, ``columns``: K and N of ``x [T, K] @ w [N, K]^T``. ``form``: a key of ``FORMS``. ``x_tokens``, ``x_width``: the scale
+    block of x, 0 tokens for static (0 columns: x has no scales). ``w_static``: one row of scales for all of w's rows, else one for 32.
+    ``w_width``: K under one scale of w. ``block_tokens``, ``width``: block of the result. ``dense``: one sequence, no offsets.
+    """
+
+    contracted: int
+    columns: int
+    form: str
+    x_tokens: int
+    x_width: int
+    w_static: bool
+    w_width: int
+    block_tokens: int
+    width: int
+    dense: bool
+
+    @property
+    def static(self) -> bool:
+        """Exponents of the result are given."""
+        return self.block_tokens == 0
+
+    @property
+    def scaled(self) -> bool:
+        """Operands have scales: partial sums are multiplied by their factor when they are added up."""
+        return self.form != "bf16"
+
+    @property
+    def parts(self) -> int:
+        """Products of a column."""
+        return FORMS[self.form]
+
+    @property
+    def element(self) -> int:
+        """Bytes of an operand's element."""
+        return 2 if self.form == "bf16" else 1
+
+    @property
+    def stage_columns(self) -> int:
+        """K of one stage: a row of the 128-byte swizzle."""
+        return 128 // self.element
+
+    @property
+    def stage_bytes(self) -> int:
+        """64 rows of x."""
+        return 64 * 128
+
+    @property
+    def steps(self) -> int:
+        """Stages of a row of x."""
+        return -(-self.contracted // self.stage_columns)
+
+    @property
+    def chunk(self) -> int:
+        """K that is summed by the tensor core before the sum is scaled and added in FP32: every factor is constant over it, and 128 at
+        most, for FP8 sums keep some 14 bits. BF16 sums stay in one accumulator."""
+        if not self.scaled:
+            return self.stage_columns
+        widths = [w for w in (self.x_width, self.w_width) if w < self.contracted]
+        return next(c for c in (128, 64, 32) if all(w % c == 0 for w in widths))
+
+    @property
+    def unit(self) -> int:
+        """Columns that a tile must hold whole: a block of the result, unless its exponents are given."""
+        return 32 if self.static else self.width
+
+    @property
+    def column_tile(self) -> int:
+        """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
+        row = self.parts * self.steps * 128
+        most = min(MAX_COLUMNS, (SHARED_BYTES - FIXED_BYTES - MIN_STAGES * self.stage_bytes) // row) // self.unit * self.unit
+        if most <= 0:
+            return 0
+        tiles, units = -(-self.columns // most), -(-self.columns // self.unit)
+        return -(-units // tiles) * self.unit
+
+    @property
+    def column_tiles(self) -> int:
+        """CTAs that share a row of x."""
+        return -(-self.columns // self.column_tile)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of a CTA."""
+        return self.parts * self.steps * 128 * self.column_tile
+
+    @property
+    def stages(self) -> int:
+        """Stages of x: what shared memory has left."""
+        return min(MAX_STAGES, (SHARED_BYTES - FIXED_BYTES - self.weight_bytes) // self.stage_bytes)
+
+    @property
+    def x_blocks(self) -> int:
+        """Scales of a row of x."""
+        return self.contracted // self.x_width if self.x_width else 0
+
+    @property
+    def w_blocks(self) -> int:
+        """Scales of a row of w."""
+        return -(-self.contracted // self.w_width) if self.w_width else 0
+
+    @property
+    def chunks(self) -> int:
+        """Chunks along K."""
+        return -(-self.contracted // self.chunk)
+
+    @property
+    def w_table(self) -> int:
+        """Factors of w in shared memory, whole vectors of four."""
+        return (self.column_tile // 32 * self.chunks * self.parts + 3) // 4 * 4
+
+
+def spec_of(
+    x: Sequence[Tensor],
+    x_blocks: Sequence[int],
+    w: Sequence[Tensor],
+    w_blocks: Sequence[int],
+    block: Sequence[int],
+    dense: bool,
+) -> tuple[GemmSpec | None, str]:
+    """The compile key of a call on operands as ``fused_ops.operands.flatten`` has them, or None and why there is none."""
+    if not x_blocks and not w_blocks:
+        if x[0].dtype != torch.bfloat16 or w[0].dtype != torch.bfloat16:
+            return None, f"x and w are {x[0].dtype} and {w[0].dtype}; the kernel multiplies bfloat16 by bfloat16 or MXFP8 by MXFP8"
+        form, x_block, w_block = "bf16", (0, 0), (0, 0)
+    elif not x_blocks or not w_blocks:
+        return None, "one of x and w is MXFP8 and the other is not; the kernel multiplies bfloat16 by bfloat16 or MXFP8 by MXFP8"
+    elif len(w) == 2 and tuple(w_blocks[:2]) != tuple(w_blocks[2:]):
+        return None, f"w has parts in blocks {tuple(w_blocks[:2])} and {tuple(w_blocks[2:])}; the kernel serves equal ones"
+    else:
+        form, x_block, w_block = ("e4m3x2" if len(w) == 2 else "e4m3"), (x_blocks[0], x_blocks[1]), (w_blocks[0], w_blocks[1])
+    spec = GemmSpec(
+        x[0].shape[1], w[0].shape[0], form, min(x_block[0], 32), x_block[1], w_block[0] == 0, w_block[1], block[0], block[1], dense
+    )
+    return spec, unsupported(spec)
+
+
+def unsupported(spec: GemmSpec) -> str:
+    """Why the Hopper kernel cannot serve, "" if it can."""
+    if spec.contracted % 32 or spec.contracted < 32:
+        return f"x has {spec.contracted} columns; the kernel serves multiples of 32"
+    if spec.columns % 32 or spec.columns < 32:
+        return f"w has {spec.columns} rows; the kernel serves multiples of 32"
+    for name, width in (("x", spec.x_width), ("w", spec.w_width)):
+        if width % 32:
+            return f"{name} has blocks {width} columns wide; the kernel serves multiples of 32"
+    if spec.width % 32 or (not spec.static and spec.width > MAX_COLUMNS):
+        return f"block is {spec.width} columns wide; the kernel serves multiples of 32, up to {MAX_COLUMNS} unless exponents are given"
+    if spec.column_tile == 0:
+        return f"x has {spec.contracted} columns; weights of one block of {spec.unit} columns do not fit the shared memory"
+    return ""

@@ -1,0 +1,122 @@
+"""From 64 rows of FP32 sums in a warpgroup's registers to codes and scales in memory.
+
+An accumulator holds, per thread, rows ``lane // 4`` and ``+ 8`` of its warp's 16 and columns ``8 j + 2 (lane % 4) + c``: element
+``c + 2 r + 4 j``. A scale group of 32 rows belongs to two warps, which exchange their maxima through shared memory; codes reach memory
+16 bytes a thread through a warp's own 2 KiB of it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass.cutlass_dsl import T
+
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max, warp_max
+from lp_fa4.common.sequence import GROUP
+
+MEET = 3
+"""First of three named barriers: one for each warpgroup's maxima, one for both's."""
+
+
+def pick_bytes(a, b, selector):
+    """Four bytes of the pair (a, b) by a selector that is known at run time."""
+    return Int32(inline_ptx(T.i32(), [a, b, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
+
+
+def nan_unless_finite(x):
+    """``x``, or NaN where ``x`` is infinite: given exponents mark an overflow instead of saturating it."""
+    return Float32(inline_ptx(T.f32(), [x], "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f"))
+
+
+@cute.jit
+def block_bytes(spec: cutlass.Constexpr, s, total: cute.Tensor, wg: Int32, parity: Int32, bytes_: cute.Tensor):
+    """Scale bytes of this warp's rows, one for each block of the tile, into ``bytes_``."""
+    tid, _, _ = cute.arch.thread_idx()
+    warp, lane = tid % 128 // 32, tid % 32
+    maxima = s.maxima
+    blocks, columns = spec.column_tile // spec.width, spec.width // 2
+    for n in cutlass.range_constexpr(blocks):
+        top = Int32(0)
+        for i in cutlass.range_constexpr(columns):
+            top = magnitude_max(top, total[n * columns + i])
+        top = warp_max(top)
+        if lane == 0:
+            maxima[n, warp + 4 * wg, parity] = top
+    if const_expr(spec.block_tokens == GROUP):
+        cute.arch.barrier(barrier_id=MEET + wg, number_of_threads=128)
+        first, count = warp // 2 * 2 + 4 * wg, 2
+    else:
+        cute.arch.barrier(barrier_id=MEET + 2, number_of_threads=256)
+        first, count = Int32(0), 8
+    for n in cutlass.range_constexpr(blocks):
+        top = maxima[n, first, parity]
+        for w in cutlass.range_constexpr(1, count):
+            top = cutlass.max(top, maxima[n, first + w, parity])
+        bytes_[n] = byte_of_amax_bits(top)
+
+
+@cute.jit
+def encode(spec: cutlass.Constexpr, s, total: cute.Tensor, j: cutlass.Constexpr, row: cutlass.Constexpr, bytes_: cute.Tensor):
+    """Codes of row ``row`` in column groups ``j`` and ``j + 1``, two bytes each, as one word."""
+    values = [total[c + 2 * row + 4 * (j + i)] for i in range(2) for c in range(2)]
+    inverse_of = s.inverse
+    word = Int32(0)
+    if const_expr(spec.static):
+        inverse = inverse_of[j // 4]
+        word = e4m3x4(*[nan_unless_finite(v * inverse) for v in values])
+    else:
+        byte = bytes_[8 * j // spec.width]
+        inverse = inverse_of_byte(byte)
+        word = e4m3x4(*[v * inverse for v in values])
+        word = word if byte != 255 else Int32(0)
+    return word
+
+
+@cute.jit
+def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, parity: Int32):
+    """Quantize and store a warpgroup's half tile. ``at``: its place, as ``sm90_roles.place`` has it, moved to the half."""
+    tid, _, _ = cute.arch.thread_idx()
+    warp, lane = tid % 128 // 32, tid % 32
+    quad = lane % 4
+    row0 = 16 * warp + lane // 4
+    for r in cutlass.range_constexpr(2):
+        inside = at.token + row0 + 8 * r < at.end
+        for j in cutlass.range_constexpr(spec.column_tile // 8):
+            for c in cutlass.range_constexpr(2):
+                i = c + 2 * r + 4 * j
+                total[i] = total[i] if inside else Float32(0.0)
+    blocks = max(spec.column_tile // spec.width, 1)
+    bytes_ = cute.make_rmem_tensor(blocks, Int32)
+    if const_expr(not spec.static):
+        block_bytes(spec, s, total, wg, parity, bytes_)
+        group, scales = warp // 2, t.scales
+        if (lane == 0) & (warp % 2 == 0) & (group < at.region):
+            for n in cutlass.range_constexpr(blocks):
+                block = t.column * blocks + n
+                if block < spec.columns // spec.width:
+                    byte = bytes_[n] if at.token + GROUP * group < at.end else Int32(0)
+                    scales[Int64(at.row + group), block] = Uint8(byte)
+    staged = s.staging + (wg * 4 + warp) * 512  # words: 16 rows of 128 bytes, 16-byte chunks exchanged by row
+    word_in_chunk = quad // 2 + 2 * (quad % 2)
+    selector = Int32(0x5410) if quad % 2 == 0 else Int32(0x3276)
+    cute.arch.sync_warp()  # what was staged before has been read
+    for j in cutlass.range_constexpr(0, spec.column_tile // 8, 2):
+        for r in cutlass.range_constexpr(2):
+            word = encode(spec, s, total, j, r, bytes_)
+            other = cute.arch.shuffle_sync_bfly(word, offset=1)
+            row = lane // 4 + 8 * r
+            at_word = 32 * row + 4 * ((j // 2) ^ (row % 8)) + word_in_chunk
+            cell = cute.make_tensor(staged + at_word, cute.make_layout(1))
+            cell[0] = Uint32(pick_bytes(word, other, selector))
+    cute.arch.sync_warp()
+    per_row = spec.column_tile // 16
+    codes, first_column = t.codes, t.column * spec.column_tile
+    for i in cutlass.range_constexpr(per_row // 2):
+        row, chunk = (32 * i + lane) // per_row, (32 * i + lane) % per_row
+        token, column = at.token + 16 * warp + row, first_column + 16 * chunk
+        if (token < at.limit) & (column < spec.columns):
+            words = cute.make_rmem_tensor(4, Uint32)
+            source = cute.make_ptr(Uint32, (staged + 32 * row + 4 * (chunk ^ (row % 8))).toint(), cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            pointer = codes.iterator + cute.crd2idx((Int64(token), column), codes.layout)
+            target = cute.make_ptr(Uint32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))

@@ -1,0 +1,269 @@
+"""The roles of the Hopper projection kernel: one producer warp, two warpgroups that compute in turn.
+
+Each warpgroup computes its half (64 tokens) of every 128-token tile, one warpgroup's products beside the other's epilogue: named barriers
+pass the turn. Within a turn, the tensor core sums a chunk of K for one part of the weight while the sums of the chunk before are scaled
+and added in FP32 (two sets of partial sums in registers).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE
+from fused_ops.gemm_quantize.sm90_epilogue import finish
+from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.numbers import inverse_of_byte, scale_of_byte
+from lp_fa4.common.sequence import GROUP, find_sequence, region_groups
+
+FIELDS = 5
+"""int32 of an item in shared memory: first token, sequence's end, end of what is written, first row of scales, rows of scales."""
+
+TURN = 1  # first of two named barriers
+HALF = TILE // 2
+
+
+@cute.jit
+def place(spec: cutlass.Constexpr, offsets: cute.Tensor, tokens: Int32, tile: Int32):
+    """(first token, end, limit, row, region) of a tile: rows before ``end`` hold values, rows before ``limit`` are written; ``row``: the
+    tile's first row of scales, ``region``: how many of them are its own (any number from 4 on: all). The sequence's first row is
+    ``row - first / 32``."""
+    if const_expr(spec.dense):
+        first = TILE * tile
+        return first, tokens, tokens, first // GROUP, cute.ceil_div(tokens, GROUP) - first // GROUP
+    batch = Int32(offsets.shape[0]) - 1
+    b = find_sequence(offsets, batch, tile, TILE)
+    begin, end = Int32(offsets[b]), Int32(offsets[b + 1])
+    first = TILE * (tile - (begin // TILE + b))
+    limit = end
+    if b == batch - 1:
+        limit = tokens  # slack past the last sequence: written, never read
+    region = region_groups(offsets, batch, b, tokens // GROUP + batch) - first // GROUP
+    return begin + first, end, limit, begin // GROUP + b + first // GROUP, region
+
+
+@cute.jit
+def produce(spec: cutlass.Constexpr, t, s, bars):
+    """Load the CTA's weights once, then 64 rows of x at a time, K by K, for one warpgroup and the other. Called by one warp.
+
+    Tiles that hold no token and no scale are passed over; the others' places, and their factors of x, go through shared memory.
+    """
+    lane = cute.arch.lane_idx()
+    one, item, x_factors = cute.make_layout(1), s.item, s.x_factors
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(bars.w_full, spec.weight_bytes)
+    for p in cutlass.range_constexpr(spec.parts):
+        w_atom, w_tensor = t.w[p]
+        w = cute.local_tile(w_tensor, (spec.column_tile, spec.stage_columns), (t.column, None))
+        w_target, w_source = cpasync.tma_partition(w_atom, 0, one, cute.group_modes(s.w, 0, 2), cute.group_modes(w, 0, 2))
+        for k in cutlass.range_constexpr(spec.steps):
+            cute.copy(w_atom, w_source[None, k], w_target[None, k * spec.parts + p], tma_bar_ptr=bars.w_full)
+    stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(1)
+    for tile in cutlass.range(t.first, t.tiles, t.step, unroll=1):
+        token, end, limit, row, region = place(spec, t.offsets, t.tokens, tile)
+        if (token < limit) | (region > 0):
+            cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+            if const_expr(spec.x_tokens > 0):
+                for i in cutlass.range(lane, 4 * spec.x_blocks, 32, unroll=1):
+                    group = i // spec.x_blocks
+                    factor = Float32(0.0)
+                    if token + GROUP * group < end:
+                        factor = scale_of_byte(Int32(t.x_scale[row + group, i % spec.x_blocks]))
+                    x_factors[i, slot] = factor
+                cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                for i, value in enumerate((token, end, limit, row, region)):
+                    item[i, slot] = value
+                cute.arch.mbarrier_arrive(bars.item_full + slot)
+            slot = slot + 1
+            if slot == ITEM_SLOTS:
+                slot, slot_phase = Int32(0), slot_phase ^ 1
+            x_atom, x_tensor = t.x
+            x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, spec.stage_columns), (None, None))
+            x_target, x_source = cpasync.tma_partition(x_atom, 0, one, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
+            for half in cutlass.range(2, unroll=1):
+                for k in cutlass.range(spec.steps, unroll=1):
+                    cute.arch.mbarrier_wait(bars.empty + stage, phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
+                    cute.copy(x_atom, x_source[None, half, k], x_target[None, stage], tma_bar_ptr=bars.full + stage)
+                    stage = stage + 1
+                    if stage == spec.stages:
+                        stage, phase = Int32(0), phase ^ 1
+    cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+    with cute.arch.elect_one():
+        item[0, slot] = Int32(-1)
+        cute.arch.mbarrier_arrive(bars.item_full + slot)
+
+
+@cute.jit
+def fill_tables(spec: cutlass.Constexpr, t, s):
+    """The CTA's factors of w, those of a static x in them, by all threads: ``w_factors[n, chunk, part]``, n counts 32 columns; and the
+    inverse of given exponents ``inverse[n]``."""
+    tid, _, _ = cute.arch.thread_idx()
+    tile_blocks = spec.column_tile // 32
+    w_factors, inverse = s.w_factors, s.inverse
+    if const_expr(spec.scaled):
+        for entry in cutlass.range(tid, spec.w_table, t.threads):
+            i = cutlass.min(entry, tile_blocks * spec.chunks * spec.parts - 1)
+            n, chunk = i % tile_blocks, i // tile_blocks % spec.chunks
+            k = chunk * spec.chunk
+            row = Int32(0) if const_expr(spec.w_static) else cutlass.min(t.column * tile_blocks + n, spec.columns // 32 - 1)
+            byte = Int32(t.w_scale[0][row, k // spec.w_width])
+            if const_expr(spec.parts == 2):  # noqa: SIM102 - one is decided at compile time
+                if i // (tile_blocks * spec.chunks) == 1:
+                    byte = Int32(t.w_scale[1][row, k // spec.w_width])
+            factor = scale_of_byte(byte)
+            if const_expr(spec.x_tokens == 0):
+                factor = factor * scale_of_byte(Int32(t.x_scale[0, k // spec.x_width]))
+            w_factors[entry] = factor
+    if const_expr(spec.static):  # noqa: SIM102
+        if tid < tile_blocks:
+            column = cutlass.min(t.column * spec.column_tile + 32 * tid, spec.columns - 32)
+            inverse[tid] = inverse_of_byte(Int32(t.given[0, column // spec.width]))
+
+
+@cute.jit
+def release(barrier):
+    """One arrival per warp."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def issue(mma, accumulator, a, b, begin: cutlass.Constexpr, end: cutlass.Constexpr, resume: cutlass.Constexpr):
+    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage, as one wgmma group."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, resume)
+    for i in cutlass.range_constexpr(begin, end):
+        cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, group: Int32, partial: cute.Tensor, total: cute.Tensor):
+    """``total += partial * factor`` of unit ``unit``; the first one starts the total."""
+    k, part = unit // spec.parts, unit % spec.parts
+    tile_blocks = spec.column_tile // 32
+    w_factors, x_factors = s.w_factors, s.x_factors
+    row_factor = Float32(1.0)
+    if const_expr(spec.x_tokens > 0):
+        row_factor = x_factors[group * spec.x_blocks + k * spec.chunk // spec.x_width, slot]
+    for n in cutlass.range_constexpr(tile_blocks):
+        factor = w_factors[n + tile_blocks * (k + spec.chunks * part)]
+        if const_expr(spec.x_tokens > 0):
+            factor = factor * row_factor
+        for i in cutlass.range_constexpr(16 * n, 16 * n + 16):
+            total[i] = partial[i] * factor + total[i] if const_expr(unit > 0) else partial[i] * factor
+
+
+@cute.jit
+def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, partials, slot: Int32, stage: Int32, phase: Int32):
+    """Products of a half tile, chunk by chunk and part by part. Returns the place of the last stage; the last unit's partial sums are still
+    to be waited for and added."""
+    # A unit is one part of one chunk; chunks do not cross stages.
+    per_stage = spec.stage_columns // spec.chunk
+    instructions = spec.chunk // 32
+    units = spec.chunks * spec.parts
+    previous = stage
+    for u in cutlass.range_constexpr(units):
+        k, part = u // spec.parts, u % spec.parts
+        within = k % per_stage
+        if const_expr(within == 0 and part == 0):
+            if const_expr(k > 0):
+                previous = stage
+                stage = stage + 1
+                if stage == spec.stages:
+                    stage, phase = Int32(0), phase ^ 1
+            cute.arch.mbarrier_wait(bars.full + stage, phase)
+        last = min(within * instructions + instructions, -(-(spec.contracted - (k - within) * spec.chunk) // 32))
+        w = c.w[None, None, None, (k // per_stage) * spec.parts + part]
+        issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, False)
+        if const_expr(u > 0):
+            warpgroup.wait_group(1)
+            if const_expr(within == 0 and part == 0):
+                release(bars.empty + previous)
+            promote(spec, s, u - 1, slot, c.group, partials[(u - 1) % 2], total)
+    return stage, phase
+
+
+@cute.jit
+def multiply_plain(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: Int32, phase: Int32):
+    """Products of a half tile in one accumulator. Returns the place of the last stage; the last group is still to be waited for."""
+    previous = stage
+    for k in cutlass.range_constexpr(spec.steps):
+        if const_expr(k > 0):
+            previous = stage
+            stage = stage + 1
+            if stage == spec.stages:
+                stage, phase = Int32(0), phase ^ 1
+        cute.arch.mbarrier_wait(bars.full + stage, phase)
+        last = min(4, -(-(spec.contracted - k * spec.stage_columns) // 16))
+        issue(c.mma, total, c.x[None, None, None, stage], c.w[None, None, None, k], 0, last, k > 0)
+        if const_expr(k > 0):
+            warpgroup.wait_group(1)
+            release(bars.empty + previous)
+    return stage, phase
+
+
+@cute.jit
+def advance(spec: cutlass.Constexpr, stage: Int32, phase: Int32, count: cutlass.Constexpr):
+    """The ring's place ``count`` stages on."""
+    stage = stage + count % spec.stages
+    phase = phase ^ (count // spec.stages % 2)
+    if stage >= spec.stages:
+        stage, phase = stage - spec.stages, phase ^ 1
+    return stage, phase
+
+
+@cute.jit
+def consume(spec: cutlass.Constexpr, t, s, bars, mma):
+    """Consumer loop of one thread."""
+    tid, _, _ = cute.arch.thread_idx()
+    item = s.item
+    wg = cute.arch.make_warp_uniform((tid - 128) // 128)
+    view = mma.get_slice(0)
+    c = Bundle(
+        mma=mma,
+        x=view.make_fragment_A(view.partition_A(s.x)),
+        w=view.make_fragment_B(view.partition_B(s.w)),
+        shape=mma.partition_shape_C((HALF, spec.column_tile)),
+        group=2 * wg + cute.arch.make_warp_uniform(tid % 128 // 64),
+        wg=wg,
+    )
+    if wg == 0:
+        cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
+    slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
+    stage, phase = wg * (spec.steps % spec.stages), wg * (spec.steps // spec.stages % 2)
+    cute.arch.mbarrier_wait(bars.w_full, 0)
+    cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+    token = item[0, slot]
+    while token >= 0:
+        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * wg, item[4, slot] - 2 * wg
+        at = Bundle(token=token + HALF * wg, end=end, limit=limit, row=row, region=region)
+        total = cute.make_rmem_tensor(c.shape, Float32)
+        cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+        if const_expr(spec.scaled):
+            partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(2)]
+            stage, phase = multiply_scaled(spec, s, bars, c, total, partials, slot, stage, phase)
+            cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
+            warpgroup.wait_group(0)
+            release(bars.empty + stage)
+            last = spec.chunks * spec.parts - 1
+            promote(spec, s, last, slot, c.group, partials[last % 2], total)
+        else:
+            stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
+            cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
+            warpgroup.wait_group(0)
+            release(bars.empty + stage)
+        release(bars.item_empty + slot)
+        finish(spec, t, s, at, total, wg, parity)
+        parity = parity ^ 1
+        stage, phase = advance(spec, stage, phase, spec.steps + 1)
+        slot = slot + 1
+        if slot == ITEM_SLOTS:
+            slot, slot_phase = Int32(0), slot_phase ^ 1
+        cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+        token = item[0, slot]

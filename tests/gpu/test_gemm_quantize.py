@@ -1,0 +1,141 @@
+"""The projection whose epilogue quantizes, on the device: bytes against FP64 sums (``tests.fused_ops.kernel_cases.check_product``)."""
+
+import pytest
+import torch
+
+from fused_ops import gemm_quantize, rmsnorm_center_quantize
+from fused_ops.gemm_quantize.interface import projection_exponent
+from fused_ops.operands import split_e4m3
+from lp_fa4.mx import MXTensor, quantize_mx
+from tests.fused_ops.kernel_cases import check_product, operands
+from tests.gpu.problems import DEVICE, offsets_of, poison
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (0, 1, 31, 32, 33, 0, 127, 128, 129, 640, 4095, 0)
+APART = 0.01
+"""Share of codes that may not be the definition's: sums that lie within 2^-12 of themselves of a boundary, eight boundaries an octave."""
+
+# K, N, form, block of x, block of w, block of the result
+CASES = [
+    (384, 384, "e4m3x2", (0, 128), (32, 128), (0, 128)),
+    (384, 384, "bf16", None, None, (0, 128)),
+    (512, 512, "e4m3x2", (0, 128), (32, 128), (0, 128)),
+    (512, 512, "bf16", None, None, (32, 128)),
+    (128, 128, "e4m3x2", (32, 128), (32, 128), (32, 128)),
+    (128, 384, "e4m3", (32, 32), (32, 32), (32, 32)),
+    (384, 128, "e4m3x2", (32, 32), (32, 32), (128, 64)),
+    (1024, 1024, "e4m3", (32, 128), (128, 128), (128, 128)),
+    (1024, 1024, "e4m3x2", (0, 64), (32, 1024), (32, 64)),
+    (1024, 512, "bf16", None, None, (32, 32)),
+    (96, 160, "e4m3x2", (32, 96), (32, 32), (32, 32)),
+    (32, 96, "bf16", None, None, (0, 96)),
+    (2048, 64, "e4m3x2", (128, 512), (32, 512), (32, 32)),
+]
+
+
+def run(x, w, block, offsets, exponent):
+    """The kernel's codes and scales, memory poisoned before."""
+    poison()
+    kwargs = {} if isinstance(x, MXTensor) else dict(offsets=offsets)
+    return gemm_quantize(x, w, block, exponent=exponent, backend="sm90", **kwargs)
+
+
+def given(block, columns):
+    """Exponents for a static result, one of them small on purpose: large values saturate."""
+    if block[0]:
+        return None
+    exponent = torch.full((columns // block[1],), 6, dtype=torch.int32, device=DEVICE)
+    exponent[:1] -= 9
+    return exponent
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
+def test_bytes(case):
+    contracted, columns, form, x_block, w_block, block = case
+    offsets, used = offsets_of(LENGTHS), sum(LENGTHS)
+    x, w = operands(used + 50, used, contracted, columns, form, x_block, w_block, offsets, 0, False, str(DEVICE))
+    for row in (40, 300, 700):
+        (x if form == "bf16" else x.codes)[row, row % contracted] = torch.nan if form == "bf16" else 0x7F
+    exponent = given(block, columns)
+    got = run(x, w, block, offsets, exponent)
+    apart = check_product(x, w, block, offsets, exponent, got.codes, got.scale_bytes)
+    assert apart <= APART, apart
+    again = run(x, w, block, offsets, exponent)
+    assert torch.equal(got.codes, again.codes) and torch.equal(got.scale_bytes, again.scale_bytes)
+
+
+@pytest.mark.parametrize("case", CASES[:6], ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
+def test_exact_sums_give_the_bytes_of_the_definition(case):
+    contracted, columns, form, x_block, w_block, block = case
+    for tokens in (0, 1, 31, 33, 4095):
+        lengths = [tokens] if tokens < 4095 else [0, 4095 - 640, 0, 512, 127, 1, 0]
+        offsets = offsets_of(lengths)
+        x, w = operands(tokens + 5, tokens, contracted, columns, form, x_block, w_block, offsets, tokens, True, str(DEVICE))
+        exponent = given(block, columns)
+        got = run(x, w, block, offsets, exponent)
+        check_product(x, w, block, offsets, exponent, got.codes, got.scale_bytes, exact=True)
+
+
+def test_a_million_rows_and_three():
+    lengths = [1_000_003 - 50_000 * 7, *[50_000] * 7]
+    offsets = offsets_of(lengths)
+    x, w = operands(1_000_003, 1_000_003, 128, 128, "e4m3x2", (32, 128), (32, 128), offsets, 0, False, str(DEVICE))
+    got = run(x, w, (32, 128), offsets, None)
+    assert check_product(x, w, (32, 128), offsets, None, got.codes, got.scale_bytes) <= APART
+
+
+def test_offsets_past_two_to_the_31():
+    """6 M rows of 384: the last rows equal those of a call of their own."""
+    rows, tail = 6_000_000, 5_000
+    codes = torch.zeros(rows, 384, device=DEVICE, dtype=torch.uint8)
+    codes[-tail:] = torch.randn(tail, 384, device=DEVICE).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = torch.full((1, 3), 127, device=DEVICE, dtype=torch.uint8)
+    weight = split_e4m3(torch.randn(384, 384, device=DEVICE), (32, 128))
+    results = []
+    for part, offsets in ((codes, offsets_of([rows - tail, tail])), (codes[-tail:].clone(), offsets_of([0, tail]))):
+        results.append(run(MXTensor.from_bytes(part, scale, (0, 128), offsets), weight, (0, 128), None, given((0, 128), 384)))
+    assert torch.equal(results[0].codes[-tail:], results[1].codes) and bool((results[0].codes[:-tail] & 0x7F == 0).all())
+
+
+def test_strided_rows():
+    x = torch.randn(300, 384, device=DEVICE)
+    weight = torch.randn(128, 384, device=DEVICE).bfloat16()
+    want = gemm_quantize(x.bfloat16(), weight, backend="sm90")
+    for pad in (16, 3):
+        wide = torch.full((300, 384 + pad), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+        wide[:, :384] = x
+        assert torch.equal(gemm_quantize(wide[:, :384], weight, backend="sm90").codes, want.codes)
+    assert torch.equal(gemm_quantize(x.bfloat16().t().contiguous().t(), weight, backend="sm90").codes, want.codes)
+
+
+def test_the_modules_projection_and_a_graph():
+    """Norm and projection with static exponents: nothing clips, "auto" takes the kernel, a graph replays with other lengths."""
+    offsets = offsets_of([100, 28, 0, 200])
+    x, gain = torch.randn(400, 384, device=DEVICE).bfloat16(), torch.rand(384, device=DEVICE) + 0.5
+    w = torch.randn(384, 384, device=DEVICE) / 20
+    pair = split_e4m3(w, (32, 128))
+    exponent = projection_exponent(gain, w, 128, centred=True)
+
+    def call():
+        norm = rmsnorm_center_quantize(x, gain, offsets=offsets, block=(0, 128))
+        return norm.xn, gemm_quantize(norm.xn, pair, (0, 128), exponent=exponent)
+
+    xn, got = call()
+    assert check_product(xn, pair, (0, 128), offsets, exponent, got.codes, got.scale_bytes) <= APART
+    assert int((got.codes & 0x7F).max()) < 0x7E
+    assert torch.equal(got.codes, gemm_quantize(xn, pair, (0, 128), exponent=exponent, backend="sm90").codes)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        xn, got = call()
+    offsets.copy_(offsets_of([0, 300, 1, 60]))
+    graph.replay()
+    assert check_product(xn, pair, (0, 128), offsets, exponent, got.codes, got.scale_bytes) <= APART
+
+
+def test_what_no_kernel_serves_is_said():
+    x = torch.randn(40, 64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"backend='sm90' cannot serve gemm_quantize: x and w are torch.float32"):
+        gemm_quantize(x, torch.randn(64, 64, device=DEVICE), backend="sm90")
+    assert torch.equal(gemm_quantize(x, x).codes, quantize_mx(x @ x.t(), (32, 32)).codes)  # "auto": the reference, and a warning says so
