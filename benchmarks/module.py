@@ -253,27 +253,31 @@ def check(config: ModuleConfig, shape: Shape, batch: Batch, modules: dict[str, n
 
 
 def timed(modules: dict[str, nn.Module], batch: Batch, device: torch.device, warmup: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of forward, backward and step of every variant, in turns that rotate; one synchronisation a round."""
+    """Milliseconds of forward, backward and step of every variant, in turns that rotate; one synchronisation a round.
+
+    ``host``: what the process itself was busy launching a step; on a GPU it runs ahead, so it counts only where it is the longest.
+    """
     names = list(modules)
-    samples: dict[str, dict[str, list[float]]] = {n: {"forward": [], "backward": [], "step": []} for n in names}
+    samples: dict[str, dict[str, list[float]]] = {n: {"forward": [], "backward": [], "step": [], "host": []} for n in names}
     for turn in range(warmup + rounds):
         shift = turn % len(names)
         clocks = []
         if device.type == "cuda":
             torch.cuda._sleep(20_000_000)  # some 10 ms: the host gets ahead, as it is in a training loop
         for name in names[shift:] + names[:shift]:
-            clock = _Clock(device)
+            clock, begin = _Clock(device), time.perf_counter()
             clock.mark()
             out = modules[name](batch.values, batch.offsets)
             clock.mark()
             grads = torch.autograd.grad(out, leaves_of(modules[name], batch), batch.dout)
             clock.mark()
+            host = (time.perf_counter() - begin) * 1e3
             del out, grads
-            clocks.append((name, clock))
-        for name, clock in clocks:
+            clocks.append((name, clock, host))
+        for name, clock, host in clocks:
             forward, backward = clock.milliseconds()
             if turn >= warmup:
-                for key, value in (("forward", forward), ("backward", backward), ("step", forward + backward)):
+                for key, value in (("forward", forward), ("backward", backward), ("step", forward + backward), ("host", host)):
                     samples[name][key].append(value)
     return samples
 

@@ -17,11 +17,15 @@ def hadamard_matrix(n: int, device: torch.device | str | None = None, dtype: tor
     """
     if n < 1 or n & (n - 1):
         raise ValueError(f"n is {n}; a Hadamard rotation needs a power of two")
-    index = torch.arange(n, device=device)
-    common = index[:, None] & index[None, :]
-    parity = torch.zeros_like(common)
-    for bit in range(max(n.bit_length() - 1, 0)):
-        parity ^= (common >> bit) & 1
+    index = torch.arange(n, dtype=torch.int32, device=device)
+    parity = index[:, None] & index[None, :]
+    shift = 1
+    while shift < n.bit_length():
+        shift *= 2
+    while shift > 1:  # fold the bits onto the lowest: few launches, for this runs in every step
+        shift //= 2
+        parity = parity ^ (parity >> shift)
+    parity = parity & 1
     return (1 - 2 * parity).to(dtype) * n**-0.5
 
 

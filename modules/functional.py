@@ -106,6 +106,15 @@ def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool) -> _Pro
     return _Projection(quantize_mx(exact), exact)
 
 
+def _backward_weight(w: Tensor, heads: int, numerics: Numerics) -> Weight:
+    """The key projection as the gradient of the normed rows reads it: in one piece, so BF16 where the forward had it in two."""
+    projection = _projection(w, heads, numerics, numerics.rotates(w.shape[0] // heads)) if numerics.key_projection == "e4m3" else None
+    if projection is not None:
+        return projection.weight
+    exact = rotate_rows(w, heads) if numerics.rotates(w.shape[0] // heads) else w.detach().to(torch.float32)
+    return exact.to(torch.bfloat16)
+
+
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
@@ -258,47 +267,43 @@ def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dty
     )
 
 
+def _gradient(codes: Tensor, scale: Tensor, block: tuple[int, int], offsets: Tensor) -> MXTensor | Tensor:
+    """A gradient as the operators hand it on: MXFP8 bytes with a scale, or a float tensor and an empty one."""
+    return MXTensor.from_bytes(codes, scale, block, offsets) if scale.numel() or codes.dtype == torch.uint8 else codes
+
+
 @custom_op("modules::pma_attention_backward", mutates_args=())
 def pma_attention_backward(
     dout: Tensor,
-    values: Tensor,
     offsets: Tensor,
-    norm_weight: Tensor,
-    w_k: Tensor,
     w_v: Tensor | None,
     saved: list[Tensor],
-    eps: float,
     numerics: str,
     backend: str,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of values, q, norm_weight, w_k, w_v in their dtypes (q: FP32); one that is not needed has no elements."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention's part: dq FP32 ``[Q, H, D]``; dk and its scale, dv and its scale, ``[T, dim]`` MXFP8 bytes or BF16 and an empty scale;
+    dv_mean ``[B, dim]``, what was kept out of dv, empty if it is complete. ``needs``: of q, of k, of v."""
     (
         centred_out, row_max, row_sum, q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale,
-        xn_codes, xn_scale, v_codes, v_scale, rstd, mean, total,
+        xn_codes, xn_scale, v_codes, v_scale, _, mean, total,
     ) = saved  # fmt: skip
     queries, heads, head_dim = q_codes.shape
-    name, opts = _settle(values.device, head_dim, numerics, backend)
-    batch, dim = offsets.shape[0] - 1, heads * head_dim
+    name, opts = _settle(dout.device, head_dim, numerics, backend)
+    batch = offsets.shape[0] - 1
     block = opts.block(head_dim)
-    need_values, need_q, need_norm, need_k, need_v = needs
-    projection = _projection(w_k, heads, opts, opts.rotates(head_dim))
-    value_weight = None if w_v is None else _projection(w_v, heads, opts, False)
-
-    q8 = MXTensor.from_bytes(q_codes, q_scale, block)
-    k8 = MXTensor.from_bytes(k_codes, k_scale, block, offsets)
     xn = MXTensor.from_bytes(xn_codes, xn_scale, block, offsets)
     v8 = xn if w_v is None else MXTensor.from_bytes(v_codes, v_scale, block, offsets)
     v_mean = v_sum = None
     if opts.center:
         v_mean, v_sum = mean, total
-        if value_weight is not None:
-            exact = to_float(value_weight.weight)
+        if w_v is not None:
+            exact = to_float(_projection(w_v, heads, opts, False).weight)
             v_mean, v_sum = mean @ exact.t(), total @ exact.t()
         v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
     problem = AttentionProblem(
-        q8,
-        k8,
+        MXTensor.from_bytes(q_codes, q_scale, block),
+        MXTensor.from_bytes(k_codes, k_scale, block, offsets),
         v8.reshape_heads(heads),
         offsets_k=offsets,
         shared_q=True,
@@ -311,54 +316,138 @@ def pma_attention_backward(
     flat = dout.reshape(batch * queries, heads, head_dim)
     # `out` and `lse` are not read by the backward, which works from the centred output, the maximum and the sum.
     result = ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
-    need_kv = need_values or need_norm
-    grads = run_backward(name, problem, result, flat, None, False, (need_q, need_kv or need_k, need_kv or need_v))
+    grads = run_backward(name, problem, result, flat, None, False, tuple(needs))
 
-    def flatten_heads(grad: MXTensor | Tensor) -> MXTensor | Tensor:
-        return grad.flatten(1) if isinstance(grad, Tensor) else grad.flatten_heads()
+    def parts(grad: MXTensor | Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(grad, Tensor):
+            return grad.flatten(1), _empty(dout, torch.uint8)
+        plain = grad.flatten_heads()
+        return plain.codes, plain.scale_bytes
 
-    dk, dv = flatten_heads(grads.dk), flatten_heads(grads.dv)
-    w = None if grads.dv_mean is None else grads.dv_mean.reshape(batch, dim)
-    dw_v: Tensor | None = None
-    d_normed, d_normed_mean = dv, w
-    if value_weight is not None:
-        exact = to_float(value_weight.weight)
-        d_normed, d_normed_mean = to_float(dv) @ exact, None if w is None else w @ exact
-        if need_v:
-            # dV = dv + w_b and xn = xc + mean_b per sequence b; the columns of dv alone sum to 0 only where w was taken out of them.
-            dw_v = weight_gradient(dv, xn, offsets)
+    dv_mean = _empty(dout) if grads.dv_mean is None else grads.dv_mean.reshape(batch, heads * head_dim)
+    return grads.dq, *parts(grads.dk), *parts(grads.dv), dv_mean
+
+
+@pma_attention_backward.register_fake
+def _(dout, offsets, w_v, saved, numerics, backend, needs):
+    queries, heads, head_dim = saved[3].shape
+    tokens, dim = saved[9].shape
+    _, opts = _settle(dout.device, head_dim, numerics, backend)
+    config = opts.attention
+
+    def empty(*shape, dtype=torch.float32):
+        return dout.new_empty(shape, dtype=dtype)
+
+    if config.grad_format == "bf16":
+        grad = [(empty(tokens, dim, dtype=torch.bfloat16), empty(0, dtype=torch.uint8)) for _ in range(2)]
+    else:
+        scale = (scale_rows(tokens, offsets), dim // config.grad_block[1])
+        grad = [(empty(tokens, dim, dtype=torch.uint8), empty(*scale, dtype=torch.uint8)) for _ in range(2)]
+    centred = config.center_p and config.center_p_backward and config.fold_l_into_do
+    mean = empty(*((offsets.shape[0] - 1, dim) if centred else (0,)))
+    return empty(queries, heads, head_dim), *grad[0], *grad[1], mean
+
+
+def _flow(
+    dv: MXTensor | Tensor, dv_mean: Tensor, w_v: Tensor | None, heads: int, opts: Numerics
+) -> tuple[MXTensor | Tensor, Tensor | None]:
+    """Gradient of the normed rows through the values, and the row per sequence that belongs to it."""
+    mean = dv_mean if dv_mean.dim() == 2 else None
+    if w_v is None:
+        return dv, mean
+    exact = to_float(_projection(w_v, heads, opts, False).weight)
+    return to_float(dv) @ exact, None if mean is None else mean @ exact
+
+
+@custom_op("modules::pma_weight_gradients", mutates_args=())
+def pma_weight_gradients(
+    grads: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    norm_weight: Tensor,
+    w_k: Tensor,
+    w_v: Tensor | None,
+    saved: list[Tensor],
+    heads: int,
+    numerics: str,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of w_k and w_v in their dtypes, empty where ``needs`` says so. ``grads``: dk, its scale, dv, its scale, dv_mean; ``saved``:
+    codes and scale of xn, rstd, mean and total. The last that reads xn, which may be freed before the events' gradient is allocated."""
+    dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
+    xn_codes, xn_scale, rstd, mean, total = saved
+    _, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
+    block = opts.attention.grad_block
+    xn = MXTensor.from_bytes(xn_codes, xn_scale, opts.block(w_k.shape[0] // heads), offsets)
+    dw_k = dw_v = None
+    if needs[0]:
+        dk = _gradient(dk_codes, dk_scale, block, offsets)
+        projection = _backward_weight(w_k, heads, opts)
+        dw_k = gemm_norm_backward(dk, None, projection, values, norm_weight, rstd, xn, needs=(False, False, True)).dw_k
+        assert dw_k is not None
+        if opts.rotates(w_k.shape[0] // heads):
+            dw_k = rotate_rows(dw_k, heads)
+    if w_v is not None and needs[1]:
+        # dV = dv + w_b and xn = xc + mean_b per sequence b; the columns of dv alone sum to 0 only where w was taken out of them.
+        dv = _gradient(dv_codes, dv_scale, block, offsets)
+        dw_v = weight_gradient(dv, xn, offsets)
+        if dv_mean.dim() == 2:  # then the rows were centred: P is centred only with their sums
             length = (offsets[1:] - offsets[:-1]).to(torch.float32)[:, None]
-            if w is not None:  # then the rows were centred: P is centred only with their sums
-                dw_v += w.t() @ (total + length * mean)
-            elif opts.center:
-                dw_v += weight_gradient(dv, per_token(mean, offsets, values.shape[0]), offsets)
-    dx, dnorm, dw_k = gemm_norm_backward(
-        dk, d_normed, projection.weight, values, norm_weight, rstd, xn, dv_mean=d_normed_mean, offsets=None,
-        needs=(need_values, need_norm, need_k),
-    )  # fmt: skip
-    if dw_k is not None and opts.rotates(head_dim):
-        dw_k = rotate_rows(dw_k, heads)
+            dw_v += dv_mean.t() @ (total + length * mean)
+        elif opts.center:
+            dw_v += weight_gradient(dv, per_token(mean, offsets, values.shape[0]), offsets)
     return (
-        _empty(values, values.dtype) if dx is None else dx,
-        grads.dq if need_q else _empty(values),
-        _empty(values, norm_weight.dtype) if dnorm is None else dnorm.to(norm_weight.dtype),
         _empty(values, w_k.dtype) if dw_k is None else dw_k.to(w_k.dtype),
         _empty(values, (w_k if w_v is None else w_v).dtype) if dw_v is None or w_v is None else dw_v.to(w_v.dtype),
     )
 
 
-@pma_attention_backward.register_fake
-def _(dout, values, offsets, norm_weight, w_k, w_v, saved, eps, numerics, backend, needs):
-    def grad(like, need, shape=None, dtype=None):
-        return values.new_empty((shape or like.shape) if need else (0,), dtype=dtype or like.dtype)
-
-    q_codes = saved[3]
+@pma_weight_gradients.register_fake
+def _(grads, values, offsets, norm_weight, w_k, w_v, saved, heads, numerics, backend, needs):
+    own = w_k if w_v is None else w_v
     return (
-        grad(values, needs[0]),
-        grad(q_codes, needs[1], dtype=torch.float32),
-        grad(norm_weight, needs[2]),
-        grad(w_k, needs[3]),
-        grad(w_k if w_v is None else w_v, needs[4] and w_v is not None),
+        w_k.new_empty(w_k.shape if needs[0] else (0,)),
+        own.new_empty(own.shape if needs[1] and w_v is not None else (0,)),
+    )
+
+
+@custom_op("modules::pma_input_gradients", mutates_args=())
+def pma_input_gradients(
+    grads: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    norm_weight: Tensor,
+    w_k: Tensor,
+    w_v: Tensor | None,
+    rstd: Tensor,
+    heads: int,
+    numerics: str,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of values and norm_weight in their dtypes, empty where ``needs`` says so. ``grads`` as in the weights' gradients."""
+    dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
+    _, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
+    block = opts.attention.grad_block
+    dk = _gradient(dk_codes, dk_scale, block, offsets)
+    d_normed, d_mean = _flow(_gradient(dv_codes, dv_scale, block, offsets), dv_mean, w_v, heads, opts)
+    plain = isinstance(dk, Tensor)
+    dx, dnorm, _ = gemm_norm_backward(
+        dk, d_normed, _backward_weight(w_k, heads, opts), values, norm_weight, rstd, None, dv_mean=d_mean,
+        offsets=offsets if plain else None, needs=(needs[0], needs[1], False),
+    )  # fmt: skip
+    return (
+        _empty(values, values.dtype) if dx is None else dx,
+        _empty(values, norm_weight.dtype) if dnorm is None else dnorm.to(norm_weight.dtype),
+    )
+
+
+@pma_input_gradients.register_fake
+def _(grads, values, offsets, norm_weight, w_k, w_v, rstd, heads, numerics, backend, needs):
+    return (
+        values.new_empty(values.shape if needs[0] else (0,)),
+        norm_weight.new_empty(norm_weight.shape if needs[1] else (0,)),
     )
 
 
@@ -374,14 +463,31 @@ def _pma_backward(ctx, dout, *_):
     values, offsets, norm_weight, w_k, *rest = ctx.saved_tensors
     w_v = rest.pop(0) if ctx.has_value else None
     need = ctx.needs_input_grad
-    needs = [need[0], need[2], need[3], need[4], ctx.has_value and need[5]]
-    if dout is None or not any(needs):
+    need_x, need_q, need_norm, need_k, need_v = need[0], need[2], need[3], need[4], ctx.has_value and need[5]
+    if dout is None or not any((need_x, need_q, need_norm, need_k, need_v)):
         return (None,) * 10
-    dx, dq, dnorm, dw_k, dw_v = torch.ops.modules.pma_attention_backward(
-        dout, values, offsets, norm_weight, w_k, w_v, rest, ctx.eps, ctx.numerics, ctx.backend, needs
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what follows frees k, then xn, before dX is allocated
+    heads, choices = rest[3].shape[1], (ctx.numerics, ctx.backend)
+    need_kv = need_x or need_norm
+    dq, *grads = torch.ops.modules.pma_attention_backward(
+        dout, offsets, w_v, rest, *choices, [need_q, need_kv or need_k, need_kv or need_v]
     )
-    picked = [g if n else None for g, n in zip((dx, dq, dnorm, dw_k, dw_v), needs, strict=True)]
-    return picked[0], None, *picked[1:], None, None, None, None
+    kept = rest[9:11] + rest[13:]
+    rstd = rest[13]
+    del rest
+    dw_k = dw_v = dx = dnorm = None
+    if need_k or need_v:
+        dw_k, dw_v = torch.ops.modules.pma_weight_gradients(
+            grads, values, offsets, norm_weight, w_k, w_v, kept, heads, *choices, [need_k, need_v]
+        )
+    del kept
+    if need_kv:
+        dx, dnorm = torch.ops.modules.pma_input_gradients(
+            grads, values, offsets, norm_weight, w_k, w_v, rstd, heads, *choices, [need_x, need_norm]
+        )
+    picked = [g if n else None for g, n in zip((dq, dnorm, dw_k, dw_v), (need_q, need_norm, need_k, need_v), strict=True)]
+    return dx if need_x else None, None, *picked, None, None, None, None
 
 
 pma_attention.register_autograd(_pma_backward, setup_context=_pma_setup)

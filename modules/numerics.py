@@ -10,7 +10,7 @@ from typing import Any
 
 from lp_fa4.config import AttentionConfig
 
-_PROJECTIONS = ("bf16", "e4m3x2", "e4m3")
+_PROJECTIONS = ("auto", "bf16", "e4m3x2", "e4m3")
 _SCALES = ("auto", "square", "token", "static")
 
 
@@ -24,7 +24,8 @@ class Numerics:
             the shift of K, the mean of V is added to the output, and what is left rounds finer. Needs ``attention.center_p``'s sums,
             which it provides.
         key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
-            ``"e4m3"``: E4M3 times E4M3. The value projection, where there is one, follows it.
+            ``"e4m3"``: E4M3 times E4M3. ``"auto"``: ``"e4m3x2"`` on kernels, which then never write a BF16 row, ``"bf16"`` on the
+            reference. The value projection, where there is one, follows it.
         query_projection: ``"fp32"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are FP32 products. (There are Q
             rows, once a step, whatever the batch.)
         hadamard: rotate each head of Wq and Wk by a Hadamard matrix, whose order, the head dimension, must be a power of two. None: where
@@ -38,7 +39,7 @@ class Numerics:
 
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     center: bool = True
-    key_projection: str = "bf16"
+    key_projection: str = "auto"
     query_projection: str = "fp32"
     hadamard: bool | None = None
     q_smoothing: bool = False
@@ -87,10 +88,13 @@ class Numerics:
         return cls(**{**values, "attention": AttentionConfig.from_key(values["attention"])})
 
     def for_backend(self, name: str) -> "Numerics":
-        """The same with ``scales`` settled for a backend."""
-        if self.scales != "auto":
-            return self
-        return replace(self, scales="static" if name == "sm90" else "square")
+        """The same with ``scales`` and ``key_projection`` settled for a backend."""
+        changes = {}
+        if self.scales == "auto":
+            changes["scales"] = "static" if name == "sm90" else "square"
+        if self.key_projection == "auto":
+            changes["key_projection"] = "bf16" if name == "reference" else "e4m3x2"
+        return replace(self, **changes) if changes else self
 
     def rotates(self, head_dim: int) -> bool:
         """Whether the heads are rotated."""

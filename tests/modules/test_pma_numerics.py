@@ -116,7 +116,7 @@ def test_presets_and_text_form():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(key_projection="fp8"), "key_projection is 'fp8'; allowed are 'bf16', 'e4m3x2', 'e4m3'"),
+        (dict(key_projection="fp8"), "key_projection is 'fp8'; allowed are 'auto', 'bf16', 'e4m3x2', 'e4m3'"),
         (dict(query_projection="e4m3x2"), "query_projection is 'e4m3x2'"),
         (dict(scales="row"), "scales is 'row'; allowed are 'auto'"),
         (dict(attention="post"), "attention is str"),

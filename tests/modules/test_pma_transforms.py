@@ -119,6 +119,20 @@ def test_selective_checkpointing_can_name_the_operator(monkeypatch):
         assert len(calls) == expected
 
 
+def test_backward_twice_through_a_retained_graph():
+    """The backward frees what it has read, but not while the graph is retained."""
+    module = make(value_proj=True)
+    x, offsets = batch([40, 0, 70])
+    x.requires_grad_()
+    out = module(x, offsets)
+    leaves = [x, *module.parameters()]
+    first = torch.autograd.grad(out, leaves, weights_of(out), retain_graph=True)
+    second = torch.autograd.grad(out, leaves, weights_of(out))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, leaves, weights_of(out))
+
+
 def test_no_second_derivative_in_silence():
     module = make()
     x, offsets = batch([40, 70])
