@@ -22,6 +22,8 @@ HEAD_DIMS = tuple(range(32, 257, 32))
 P_LIMIT_LOG2 = math.log2(448.0)
 """E4M3's largest value: scale and lazy threshold of P must stay under it together."""
 
+P_SCALES = ("constant", "softmax_max", "fresh")
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -48,6 +50,12 @@ class AttentionConfig:
         center_p: subtract ``c`` (forward) and ``l/K`` (backward) from P before it is rounded. Never applies to causal attention: the sums
             that pay for it would be per row.
         center_p_backward: the backward's half of it; needs ``center_p`` and ``fold_l_into_do``.
+        p_scale: where P's scale in the forward comes from. ``"constant"``: ``2**p_scale_log2``. ``"softmax_max"`` and ``"fresh"``: every 32
+            keys of a row have their own, the smallest power of two under which none saturates; they round alike and differ in how a kernel
+            finds it, from the block's largest score (one more exponential) or from P itself. Uncentred P, Blackwell and the reference.
+        operand_scales: where the scales of q, k and v meet the products. ``"auto"``: the backend's own way (Blackwell: inside block-scaled
+            MMA; Hopper: outside). ``"outside"``: plain FP8 products, for operands with one exponent per 32 tokens and head. If V's
+            exponent varies along the keys it is then folded into P (and the running maximum), which needs uncentred P.
         p_scale_log2: power of two on P in the forward.
         rescale_threshold: tau, in log2 units. 0 is the plain running maximum.
         key_tile: keys per tile of the running maximum, a multiple of 32.
@@ -72,6 +80,8 @@ class AttentionConfig:
 
     center_p: bool = True
     center_p_backward: bool = True
+    p_scale: str = "constant"
+    operand_scales: str = "auto"
     p_scale_log2: int = 7
     rescale_threshold: float = 1.75
     key_tile: int = 128
@@ -108,6 +118,14 @@ class AttentionConfig:
                 f"p_scale_log2 + rescale_threshold is {self.p_scale_log2} + {self.rescale_threshold} = "
                 f"{self.p_scale_log2 + self.rescale_threshold:g}; it must be at most log2(448) = {P_LIMIT_LOG2:.3f}, or P saturates in E4M3"
             )
+        _one_of("p_scale", self.p_scale, P_SCALES)
+        _one_of("operand_scales", self.operand_scales, ("auto", "outside"))
+        if self.p_scale != "constant" and self.center_p:
+            raise ValueError(
+                f"p_scale is {self.p_scale!r} with center_p=True; scales made from data are for uncentred P: set center_p=False"
+            )
+        if self.p_scale != "constant" and self.operand_scales == "outside":
+            raise ValueError(f'p_scale is {self.p_scale!r} with operand_scales="outside"; plain products take a constant scale of P')
         if self.p_scale_backward_log2 > P_LIMIT_LOG2:
             raise ValueError(f"p_scale_backward_log2 is {self.p_scale_backward_log2}; it must be at most log2(448) = {P_LIMIT_LOG2:.3f}")
         if self.key_tile < 32 or self.key_tile % 32:

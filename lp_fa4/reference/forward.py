@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lp_fa4.config import LN_2, LOG2_E, AttentionConfig
+from lp_fa4.mx import GROUP
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.reference.rounding import CODE_UNIT, Chunk, Operand, Span, chunks, codes_to_float, pad_keys, scores, spans
+from lp_fa4.reference.rounding import CODE_UNIT, Chunk, Operand, Span, chunks, codes_to_float, fake_quantize, pad_keys, scores, spans
 
 
 def forward(problem: AttentionProblem) -> ForwardResult:
@@ -122,9 +123,11 @@ def _attend(s: Tensor, v: Tensor, v_sum: Tensor | None, piece: Chunk, cfg: Atten
             view.sub_(c_tiles[..., t, None])
     row_sum = (torch.cat(partial, -1) * carry).sum(-1)
     unit = 1.0
-    if cfg.round_p:
+    if cfg.round_p and cfg.p_scale == "constant":
         s = codes_to_float(s.mul_(2.0**cfg.p_scale_log2))
         unit = CODE_UNIT * 2.0**-cfg.p_scale_log2
+    elif cfg.round_p:
+        s = fake_quantize(s, (1, GROUP))
     if rescaled:
         for view, t in tiles(s, cfg.key_tile):
             view.mul_(carry[..., t, None])

@@ -5,19 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, multiprocessors, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.config import LOG2_E
 from lp_fa4.dispatch import Features
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.ops import problem_features
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.sm90.forward_config import QUERY_TILE, ForwardSpec
+from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, FewSpec, ForwardSpec
 from lp_fa4.sm90.operands import MXTensorWithCopy
 
 HEAD_DIMS = (64, 128)
 FEW_QUERIES, SPLIT_KEYS = 64, 1024
-"""Up to so many queries a sequence's keys are split, so that one long sequence occupies the whole device."""
+"""Up to so many queries a sequence's keys are split, so that one long sequence occupies the whole device. (With up to 64 pairs of a
+query and a head of the group, ``forward_few`` splits them finer.)"""
 _FIELDS = 8
 
 
@@ -63,7 +64,7 @@ def reason_against(features: Features) -> str:
     config = features.config
     if features.head_dim not in HEAD_DIMS:
         return f"head_dim is {features.head_dim}; the Hopper kernels serve {', '.join(map(str, HEAD_DIMS))}"
-    required: dict[str, Any] = dict(key_tile=128, two_level=True, softmax_stabilizer=False, round_p=True)
+    required: dict[str, Any] = dict(key_tile=128, two_level=True, softmax_stabilizer=False, round_p=True, p_scale="constant")
     required["save_out_dtype"] = torch.bfloat16
     for name, value in required.items():
         if getattr(config, name) != value:
@@ -107,9 +108,18 @@ def token_blocks(x: MXTensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, i
     return _aligned(x.codes), x.scale_bytes[..., 0].contiguous(), x.block[0]
 
 
+def few_columns(problem: AttentionProblem) -> int:
+    """Columns of the kernel for few queries (``forward_few``) that serves this problem, 0 if none does."""
+    if problem.causal or problem.queries is None:
+        return 0
+    return next((c for c in FEW_COLUMNS if problem.queries * problem.group <= c), 0)
+
+
 def split_keys_of(problem: AttentionProblem) -> int:
     """Keys per split, 0 for none: decided by the number of queries alone, so that a sequence's result is bitwise the same
     whatever else the batch holds."""
+    if few_columns(problem):
+        return FEW_KEYS
     few = problem.queries is not None and problem.queries <= FEW_QUERIES
     return SPLIT_KEYS if few and not problem.causal else 0
 
@@ -148,6 +158,66 @@ def _outputs(problem: AttentionProblem, filled: bool) -> ForwardResult:
     return ForwardResult(out, lse, centred, row_max, torch.zeros(stats, dtype=torch.float32, device=device))
 
 
+def _launch_few(problem: AttentionProblem, spec: ForwardSpec, columns: int, offsets_k: Tensor, codes, scales, parts, part_stats) -> None:
+    """Splits of 256 keys, a CTA each; fills ``parts`` and ``part_stats``."""
+    from lp_fa4.sm90.forward_few import _compile_few
+
+    assert problem.softmax_scale is not None
+    few = FewSpec(
+        head_dim=spec.head_dim,
+        columns=columns,
+        group=spec.group,
+        centred=spec.centred,
+        shared=spec.shared,
+        key_scale=spec.key_scale,
+        value_scale=spec.value_scale,
+        query_static=spec.query_static,
+        p_scale_log2=spec.p_scale_log2,
+    )
+    device = parts.device
+    compiled = _compile_few(arch_of(device), dtype_name(offsets_k), few)
+    launch(compiled, device, *codes, *scales, offsets_k, parts, part_stats, problem.softmax_scale * LOG2_E)
+
+
+def _launch_forward(
+    problem: AttentionProblem, spec: ForwardSpec, offsets_k: Tensor, offsets_q: Tensor | None, codes, scales, parts, part_stats, result
+) -> None:
+    """Work list and main kernel; fills ``result``, or ``parts`` and ``part_stats`` where keys are split."""
+    from lp_fa4.sm90.worklist import work_list
+
+    device = offsets_k.device
+    assert problem.softmax_scale is not None
+    records, state = work_list(
+        offsets_k,
+        offsets_q,
+        rows=problem.q.shape[0],
+        tokens=problem.tokens,
+        heads=problem.heads,
+        queries=problem.queries,
+        shared_q=problem.shared_q,
+        query_tile=QUERY_TILE,
+        split_keys=spec.split_keys,
+    )
+    whole = spec.split_keys == 0
+    outputs = [result.out, result.centred_out if spec.mean else None, result.lse, result.row_max, result.row_sum]
+    launch(
+        _compile_forward(arch_of(device), spec),
+        device,
+        *codes,
+        *scales,
+        problem.v_sum if whole and spec.centred else None,
+        problem.v_mean if whole else None,
+        *(outputs if whole else [None] * 5),
+        parts,
+        part_stats,
+        records,
+        state,
+        problem.softmax_scale * LOG2_E,
+        min(multiprocessors(device), records.shape[0]),
+        0,
+    )
+
+
 def forward(problem: AttentionProblem) -> ForwardResult:
     """Attention on a Hopper GPU; see ``ForwardResult`` for shapes and domains.
 
@@ -162,7 +232,6 @@ def forward(problem: AttentionProblem) -> ForwardResult:
     if problem.rows == 0 or problem.heads == 0 or problem.tokens == 0 or problem.q.shape[0] == 0:
         return _outputs(problem, filled=True)
     from lp_fa4.sm90.transpose import transposed_copy
-    from lp_fa4.sm90.worklist import work_list
 
     device, batch = problem.device, problem.batch
     offsets_k = problem.offsets_k if problem.offsets_k is not None else equal_offsets(problem.tokens, batch, device)
@@ -176,20 +245,7 @@ def forward(problem: AttentionProblem) -> ForwardResult:
     if vt is None or problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
         vt = transposed_copy(v, offsets_k, "accumulator")
     spec = _spec(problem, (q_block, k_block, v_block))
-    records, state = work_list(
-        offsets_k,
-        offsets_q,
-        rows=problem.q.shape[0],
-        tokens=problem.tokens,
-        heads=problem.heads,
-        queries=problem.queries,
-        shared_q=problem.shared_q,
-        query_tile=QUERY_TILE,
-        split_keys=spec.split_keys,
-    )
     result = _outputs(problem, filled=problem.queries is None)
-    ctas = min(multiprocessors(device), records.shape[0])
-    assert problem.softmax_scale is not None
     whole = spec.split_keys == 0
     parts = part_stats = None
     if not whole:
@@ -197,27 +253,11 @@ def forward(problem: AttentionProblem) -> ForwardResult:
         shape = (group_rows(problem.tokens, batch, spec.split_keys), problem.heads, problem.queries)
         parts = torch.empty(*shape, problem.head_dim, dtype=torch.float32, device=device)
         part_stats = torch.empty(4, *shape, dtype=torch.float32, device=device)
-    outputs = [result.out, result.centred_out if spec.mean else None, result.lse, result.row_max, result.row_sum]
-    launch(
-        _compile_forward(arch_of(device), spec),
-        device,
-        q,
-        k,
-        vt,
-        q_scale,
-        k_scale,
-        v_scale,
-        problem.v_sum if whole and spec.centred else None,
-        problem.v_mean if whole else None,
-        *(outputs if whole else [None] * 5),
-        parts,
-        part_stats,
-        records,
-        state,
-        problem.softmax_scale * LOG2_E,
-        ctas,
-        0,
-    )
+    columns = few_columns(problem)
+    if columns:
+        _launch_few(problem, spec, columns, offsets_k, (q, k, vt), (q_scale, k_scale, v_scale), parts, part_stats)
+    else:
+        _launch_forward(problem, spec, offsets_k, offsets_q, (q, k, vt), (q_scale, k_scale, v_scale), parts, part_stats, result)
     if not whole:
         from lp_fa4.sm90.forward_merge import merge
 

@@ -14,6 +14,10 @@ from lp_fa4.config import DEFAULT, DROP_IN, AttentionConfig
         (dict(p_scale_log2=8), "log2\\(448\\) = 8.807"),
         (dict(rescale_threshold=4.0), "p_scale_log2 \\+ rescale_threshold is 7 \\+ 4"),
         (dict(rescale_threshold=-1.0), "rescale_threshold is -1"),
+        (dict(p_scale="row"), "p_scale is 'row'; allowed are 'constant', 'softmax_max', 'fresh'"),
+        (dict(p_scale="fresh"), "p_scale is 'fresh' with center_p=True"),
+        (dict(operand_scales="inside"), "operand_scales is 'inside'; allowed are 'auto', 'outside'"),
+        (dict(p_scale="fresh", center_p=False, operand_scales="outside"), "plain products take a constant scale of P"),
         (dict(p_scale_backward_log2=9), "p_scale_backward_log2 is 9"),
         (dict(key_tile=100), "key_tile is 100; it must be a positive multiple of 32"),
         (dict(fold_l_into_do=False), "center_p_backward needs fold_l_into_do"),
@@ -40,7 +44,14 @@ def test_p_on_2_to_the_8_needs_a_small_threshold():
 
 
 @pytest.mark.parametrize(
-    "config", [DEFAULT, DROP_IN, AttentionConfig.post(), DEFAULT.with_(ds_block=None, dq_dtype=torch.float16, dq_scale=9)]
+    "config",
+    [
+        DEFAULT,
+        DROP_IN,
+        AttentionConfig.post(),
+        DEFAULT.with_(ds_block=None, dq_dtype=torch.float16, dq_scale=9),
+        AttentionConfig.post(p_scale="fresh"),
+    ],
 )
 def test_key_carries_everything(config):
     again = AttentionConfig.from_key(config.key)
