@@ -251,9 +251,10 @@ def finish_tiles(spec, w, dK, x, dq_factor, now, more, targets):
     """What is left of a segment's last two query tiles, with nothing left to hide it under: dQ of both (``more``: there is more than one),
     dK of the last. ``targets``: this warp's addresses in their dQ tiles."""
     out, out_phase, buffer, ds_phase = now[2:]
+    earlier = Float32(1.0)
     if more:
         other = buffer ^ 1
-        x = late_dq(spec, w, dK, x, dq_factor, other, ds_phase ^ other, targets[0])
+        x, earlier = late_dq(spec, w, x, dq_factor, other, ds_phase ^ other, targets[0])
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
     cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
     low, x, down = agree(w, x, buffer)
@@ -265,13 +266,13 @@ def finish_tiles(spec, w, dK, x, dq_factor, now, more, targets):
     reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), targets[1])
     warpgroup.wait_group(0)
     release(spec, w.bars.t_empty + out, w.peer)
-    rescale(dK, down)
+    rescale(dK, earlier * down)  # not before: the last codes were made under the x that came in
     return x
 
 
 @cute.jit
-def late_dq(spec, w, dK, x, dq_factor, buffer, ds_phase, target: Int64):
-    """dQ of one query tile alone."""
+def late_dq(spec, w, x, dq_factor, buffer, ds_phase, target: Int64):
+    """dQ of one query tile alone. Returns as :func:`keep_in_range`."""
     cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
     low, x, down = agree(w, x, buffer)
     dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
@@ -279,8 +280,7 @@ def late_dq(spec, w, dK, x, dq_factor, buffer, ds_phase, target: Int64):
     warpgroup.wait_group(0)
     arrive(w.bars.ds_empty + buffer)
     reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), target)
-    rescale(dK, down)
-    return x
+    return x, down
 
 
 @cute.jit
