@@ -19,8 +19,8 @@ CASES = {
     "causal, square blocks": dict(lengths=[150, 40], queries=[150, 70], heads=1, kv_heads=1, shared=False, causal=True, block=[32, 32]),
     "grouped heads": dict(lengths=[130, 5], queries=70, heads=2, kv_heads=1, shared=False),
     "FP16 dQ, long": dict(lengths=[100], queries=600, heads=1, kv_heads=1, shared=False, block=[128, 128], dq_dtype="float16"),
-    "two CTAs, an empty tile": dict(
-        lengths=[300, 0, 140], queries=140, heads=1, kv_heads=1, grads="mxfp8", dq_dtype="float16", cluster=True
+    "two CTAs, empty tiles, scale moves at the end": dict(
+        lengths=[300, 5], queries=140, heads=1, kv_heads=1, block=[32, 128], grads="mxfp8", dq_dtype="float16", cluster=True
     ),
     "head 64, scale of dS moves": dict(lengths=[150], queries=150, heads=1, kv_heads=1, dim=64, growth=8.0),
 }
