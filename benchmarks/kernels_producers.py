@@ -58,28 +58,29 @@ def copy_of(count: float, device: torch.device) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def norm_bytes(tokens: int, columns: int, sequences: int, *, block: int, centred: bool, keep: bool) -> float:
+def norm_bytes(tokens: int, columns: int, sequences: int, *, block: int, centred: bool, keep: bool, copied: bool) -> float:
     """Bytes of ``rmsnorm_quantize``: rows, codes, ``rstd``, scales; centred also 64 rows a sequence and its two sums."""
-    count = tokens * (2.0 * columns + columns + 4)
+    count = tokens * ((4.0 if copied else 3.0) * columns + 4)
     count += tokens // 32 * (columns // block) if block else 0
     count += sequences * columns * (64 * 2 + 12) if centred else 0
     return count + (tokens * 2.0 * columns if keep else 0)
 
 
 def norm_work(tokens: int, columns: int, device: torch.device, kind: str) -> Work:
-    """``kind``: "static" (the module's blocks, centred), "static plain" (not centred), "kept" (centred, BF16 of the rows too), "square"."""
+    """``kind``: "static" (the module's blocks, centred), "static plain" (not centred), "copied" (centred, codes with tokens innermost too), "kept"
+    (centred, BF16 of the rows too), "square"."""
     from fused_ops import rmsnorm_center_quantize, rmsnorm_quantize
     from lp_fa4.common.sequence_vectors import sample_mean
     from lp_fa4.sm90.quantize import quantize
 
-    centred, keep = kind in ("static", "kept"), kind == "kept"
+    centred, keep, heads = kind in ("static", "kept", "copied"), kind == "kept", columns // HEAD_DIM if kind == "copied" else 0
     block = (32, 32) if kind == "square" else (0, HEAD_DIM)
     x, offsets = events(tokens, columns, device)
     weight = torch.rand(columns, device=device) + 0.5
 
     def ours() -> object:
         if centred:
-            return rmsnorm_center_quantize(x, weight, offsets=offsets, block=block, keep=keep)
+            return rmsnorm_center_quantize(x, weight, offsets=offsets, block=block, keep=keep, copy_heads=heads)
         return rmsnorm_quantize(x, weight, offsets=offsets, block=block)
 
     def unfused() -> object:
@@ -89,9 +90,10 @@ def norm_work(tokens: int, columns: int, device: torch.device, kind: str) -> Wor
         rows = rmsnorm_fwd(x, weight, eps=1e-6, store_rstd=True)[0].view(tokens, -1, HEAD_DIM)
         if not centred:
             return quantize(rows, offsets, block=32)
-        return quantize(rows, offsets, block=32, means=sample_mean(rows, offsets), sums=True)
+        return quantize(rows, offsets, block=32, means=sample_mean(rows, offsets), sums=True, order="accumulator" if heads else None)
 
-    count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=block[1] if block[0] else 0, centred=centred, keep=keep)
+    width = block[1] if block[0] else 0
+    count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=width, centred=centred, keep=keep, copied=heads > 0)
     variants = {"rmsnorm_quantize": ours, "norm, then quantize": unfused, COPY: copy_of(count, device)}
     return Work(f"rmsnorm_quantize {kind}, {tokens / 1e6:g} M x {columns}", variants, count, 6.0 * tokens * columns)
 
@@ -154,8 +156,8 @@ def _products() -> dict[str, Callable[[torch.device], Work]]:
 def _norms() -> dict[str, Callable[[torch.device], Work]]:
     made: dict[str, Callable[[torch.device], Work]] = {}
     for millions, columns, kind in (
-        (1.5, 384, "static"), (1.5, 384, "static plain"), (1.5, 384, "kept"), (1.5, 384, "square"),
-        (1.5, 512, "static"), (1.5, 512, "square"), (6, 384, "static"), (6, 512, "static"),
+        (1.5, 384, "static"), (1.5, 384, "static plain"), (1.5, 384, "copied"), (1.5, 384, "kept"), (1.5, 384, "square"),
+        (1.5, 512, "static"), (1.5, 512, "copied"), (1.5, 512, "square"), (6, 384, "static"), (6, 512, "static"),
     ):  # fmt: skip
         name = f"norm-{kind.replace(' ', '-')}-{columns}-{millions:g}"
         made[name] = partial(_norm, int(millions * 1e6), columns, kind)

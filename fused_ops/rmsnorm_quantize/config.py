@@ -5,16 +5,20 @@ from dataclasses import dataclass
 ROWS = 128
 """Tokens of one CTA: the tile rule's unit, so both swizzled scale layouts of a tile belong to one CTA."""
 MAX_COLUMNS = 8192
+MAX_COPIED = 1024
+"""Columns whose codes of a tile fit the shared memory, for the copy with tokens innermost."""
 
 
 @dataclass(frozen=True)
 class NormTuning:
     """Layout of one CTA. ``resident``: a group of 32 rows stays in registers between its passes; otherwise each pass reads it again.
-    ``ctas``: at least so many share a multiprocessor, which caps the registers of a thread."""
+    ``ctas``: at least so many share a multiprocessor, which caps the registers of a thread. ``prefetch``: the tile's rows are asked for
+    at once, into L2."""
 
     threads: int
     resident: bool
     ctas: int
+    prefetch: bool = True
 
 
 TUNING = (
@@ -35,7 +39,8 @@ class NormSpec:
 
     ``block_tokens``, ``width``: the scale block, 0 tokens for static. ``dense``: sequences of equal length, no offsets. ``centred``:
     subtract the sequence's mean and sum what is left. ``keep``: also BF16 of the normed rows. ``sf_columns``, ``sf_tokens``: also the
-    swizzled scales of an MMA that contracts over columns (axis 1), over tokens (axis 0).
+    swizzled scales of an MMA that contracts over columns (axis 1), over tokens (axis 0). ``copy``: head dimension of the codes' copy with
+    tokens innermost, 0 for none.
     """
 
     columns: int
@@ -48,6 +53,7 @@ class NormSpec:
     keep: bool = False
     sf_columns: bool = False
     sf_tokens: bool = False
+    copy: int = 0
 
     @property
     def static(self) -> bool:
@@ -89,8 +95,10 @@ class NormSpec:
         return -(-self.chunks // self.lanes)
 
 
-def unsupported(columns: int, tokens: int, dtype: str, width: int) -> str:
-    """Why the kernel cannot serve, "" if it can."""
+def unsupported(columns: int, tokens: int, dtype: str, width: int, copy: int = 0) -> str:
+    """Why the kernel cannot serve, "" if it can. ``copy``: head dimension of the transposed copy, 0 for none."""
+    if copy not in (0, 64, 128) or (copy and columns > MAX_COPIED):
+        return f"a copy of {columns} columns in heads of {copy} is asked for; the kernel serves heads of 64 and 128, up to {MAX_COPIED}"
     if columns % 32 or not 32 <= columns <= MAX_COLUMNS:
         return f"x has {columns} columns; the kernel serves multiples of 32 up to {MAX_COLUMNS}"
     if width % 32 or columns % width:

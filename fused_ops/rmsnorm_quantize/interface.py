@@ -14,6 +14,7 @@ from fused_ops.scale_layout.interface import sf_shape
 from fused_ops.scale_layout.reference import scatter_scales
 from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
 from lp_fa4.operator import custom_op
+from lp_fa4.sm90.operands import MXTensorWithCopy
 
 
 class CentredNorm(NamedTuple):
@@ -43,33 +44,36 @@ def rmsnorm_quantize_op(
     keep: bool,
     scale_axes: list[int] | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scale, rstd, mean, total, normed, swizzled scales of axis 0 and of axis 1: plain tensors, bytes for FP8; empty if not asked
-    for."""
+    copy_heads: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scale, rstd, mean, total, normed, swizzled scales of axis 0 and of axis 1, codes with tokens innermost: plain tensors, bytes
+    for FP8; empty if not asked for."""
     shape, axes = (block[0], block[1]), tuple(scale_axes or ())
-    reason = unsupported(x.shape[-1], x.numel() // max(x.shape[-1], 1), str(x.dtype).removeprefix("torch."), shape[1])
+    columns, head_dim = x.shape[-1], x.shape[-1] // copy_heads if copy_heads else 0
+    reason = unsupported(columns, x.numel() // max(columns, 1), str(x.dtype).removeprefix("torch."), shape[1], head_dim)
     if choose("rmsnorm_quantize", x.device, backend, reason) != "reference":
         from fused_ops.rmsnorm_quantize import kernel
 
-        codes, scale, rstd, mean, total, normed, atoms = kernel.rmsnorm_quantize(
-            x, weight, eps, offsets, shape, exponent, center, keep, axes
+        codes, scale, rstd, mean, total, normed, atoms, copy = kernel.rmsnorm_quantize(
+            x, weight, eps, offsets, shape, exponent, center, keep, axes, copy_heads
         )
     else:
         out = reference.rmsnorm_quantize(x, weight, eps, offsets, shape, exponent, center, keep)
         codes, scale, rstd, mean, total, normed = out.xn.codes, out.xn.scale_bytes, out.rstd, out.mean, out.total, out.normed
         swizzled = [scatter_scales(scale, shape, x.shape[0], x.shape[1], offsets, axis) if axis in axes else None for axis in (0, 1)]
         atoms = (swizzled[0], swizzled[1])
+        copy = reference.transposed(codes, offsets, copy_heads) if copy_heads else None
     # An operator may not return one tensor twice, so empty results are made one by one.
     if not center:
         mean, total = (x.new_empty(0, dtype=torch.float32) for _ in range(2))
     if not keep:
         normed = x.new_empty(0, dtype=torch.bfloat16)
-    first, second = (x.new_empty(0, dtype=torch.uint8) if a is None else a for a in atoms)
-    return codes, scale, rstd, mean, total, normed, first, second  # type: ignore[return-value]  # filled above
+    first, second, turned = (x.new_empty(0, dtype=torch.uint8) if a is None else a for a in (*atoms, copy))
+    return codes, scale, rstd, mean, total, normed, first, second, turned  # type: ignore[return-value]  # filled above
 
 
 @rmsnorm_quantize_op.register_fake
-def _(x, weight, eps, offsets, block, exponent, center, keep, scale_axes=None, backend="auto"):
+def _(x, weight, eps, offsets, block, exponent, center, keep, scale_axes=None, backend="auto", copy_heads=0):
     *lead, tokens, columns = x.shape
     rows = 1 if block[0] == 0 else scale_rows(tokens, offsets)
     batch = 1 if offsets is None else offsets.shape[0] - 1
@@ -82,6 +86,7 @@ def _(x, weight, eps, offsets, block, exponent, center, keep, scale_axes=None, b
         x.new_empty(sums, dtype=torch.float32),
         x.new_empty(x.shape if keep else (0,), dtype=torch.bfloat16),
         *(x.new_empty(sf_shape(tokens, columns, offsets, i) if i in (scale_axes or ()) else (0,), dtype=torch.uint8) for i in (0, 1)),
+        x.new_empty((copy_heads, columns // copy_heads, 32 * scale_rows(tokens, offsets)) if copy_heads else (0,), dtype=torch.uint8),
     )
 
 
@@ -164,14 +169,21 @@ def rmsnorm_quantize(
     return MXTensor.from_bytes(codes, scale, block, offsets, 0 if offsets is not None else x.dim() - 2), rstd
 
 
-def _centred(x, weight, eps, offsets, block, exponent, keep, scale_axes, backend) -> tuple[CentredNorm, tuple[Tensor, Tensor]]:
+def _centred(
+    x, weight, eps, offsets, block, exponent, keep, scale_axes, backend, copy_heads=0
+) -> tuple[CentredNorm, tuple[Tensor, Tensor]]:
     _check(x, weight, eps, offsets, block)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; the centred norm takes [tokens, columns]")
-    codes, scale, rstd, mean, total, normed, *atoms = rmsnorm_quantize_op(
-        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, True), True, keep, scale_axes, backend
+    if copy_heads < 0 or (copy_heads and x.shape[1] % copy_heads):
+        raise ValueError(f"copy_heads is {copy_heads} for {x.shape[1]} columns; it must divide them, or be 0 for no copy")
+    codes, scale, rstd, mean, total, normed, first, second, copy = rmsnorm_quantize_op(
+        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, True), True, keep, scale_axes, backend, copy_heads
     )
-    return CentredNorm(MXTensor.from_bytes(codes, scale, block, offsets), rstd, mean, total, normed if keep else None), tuple(atoms)
+    xn = MXTensor.from_bytes(codes, scale, block, offsets)
+    if copy_heads:
+        xn = MXTensorWithCopy(xn.payload, xn.scale, xn.block, xn.offsets, xn.token_dim, copy)
+    return CentredNorm(xn, rstd, mean, total, normed if keep else None), (first, second)
 
 
 def rmsnorm_center_quantize(
@@ -183,13 +195,16 @@ def rmsnorm_center_quantize(
     *,
     exponent: int | Tensor | None = None,
     keep: bool = False,
+    copy_heads: int = 0,
     backend: str = "auto",
 ) -> CentredNorm:
     """:func:`rmsnorm_quantize` with the mean of each sequence (of 64 of its rows) taken away before the rounding.
 
-    ``x`` is ``[T, C]``; ``offsets=None`` makes it one sequence. ``keep=True`` also returns BF16 of the centred rows.
+    ``x`` is ``[T, C]``; ``offsets=None`` makes it one sequence. ``keep=True`` also returns BF16 of the centred rows. ``copy_heads``: number
+    of heads for which ``xn`` also carries the copy with tokens innermost (``MXTensorWithCopy``) that Hopper's attention reads as V; 0 for
+    none.
     """
-    return _centred(x, weight, eps, offsets, block, exponent, keep, None, backend)[0]
+    return _centred(x, weight, eps, offsets, block, exponent, keep, None, backend, copy_heads)[0]
 
 
 def rmsnorm_center_scatter(

@@ -33,6 +33,7 @@ from lp_fa4.common.sequence_vectors import sum_tiles
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 from lp_fa4.mx import GROUP, scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
+from lp_fa4.sm90.tile_transpose import shared_words, store_columns, word_index
 
 MEAN_THREADS = 256
 SHARED_PERCENT = 25
@@ -77,6 +78,14 @@ def load8_float(source: cute.Tensor, row, column: Int32, out: cute.Tensor):
 
 
 @cute.jit
+def prefetch(source: cute.Tensor, row, columns: cutlass.Constexpr):
+    """Ask for a row, into L2."""
+    address = (source.iterator + cute.crd2idx((Int64(row), 0), source.layout)).toint()
+    count = Int32(columns * source.element_type.width // 8)
+    inline_ptx(None, [address, count], "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", side_effects=True)
+
+
+@cute.jit
 def store(values: cute.Tensor, target: cute.Tensor, row, column: Int32, align: cutlass.Constexpr):
     """A thread's registers to consecutive bytes of a row of ``target``."""
     pointer = target.iterator + cute.crd2idx((Int64(row), column), target.layout)
@@ -108,6 +117,7 @@ class NormQuantize:
         normed: cute.Tensor,
         atoms_columns: cute.Tensor,
         atoms_tokens: cute.Tensor,
+        copy: cute.Tensor,
         length: Int32,
         eps: Float32,
         stream,
@@ -117,12 +127,12 @@ class NormQuantize:
         else:
             tiles = Int32(x.shape[0]) // ROWS + Int32(offsets.shape[0]) - 1
         self.kernel(
-            x, weight, offsets, means, given, codes, scales, rstd, sums, normed, atoms_columns, atoms_tokens, length, eps
+            x, weight, offsets, means, given, codes, scales, rstd, sums, normed, atoms_columns, atoms_tokens, copy, length, eps
         ).launch(
             grid=[tiles, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.spec.tuning.ctas,
-            preferred_smem_carveout=SHARED_PERCENT,  # left open, the compiler would ask a device for its size
+            preferred_smem_carveout=100 if self.spec.copy else SHARED_PERCENT,  # left open, the compiler would ask a device for its size
             stream=stream,
         )
 
@@ -141,6 +151,7 @@ class NormQuantize:
         normed: cute.Tensor,
         atoms_columns: cute.Tensor,
         atoms_tokens: cute.Tensor,
+        copy: cute.Tensor,
         length: Int32,
         eps: Float32,
     ):
@@ -166,7 +177,18 @@ class NormQuantize:
         # token: the tile's first row in x; end, limit: rows of x with values, to be written; row: the tile's first row of scales,
         # region: how many of them to write (up to 4).
         at = Bundle(tile=tile, sequence=b, token=begin + first, end=end, limit=limit, row=row, region=region)
-        io = Bundle(x=x, weight=weight, means=means, given=given, codes=codes, scales=scales, rstd=rstd, sums=sums, normed=normed)
+        tid, _, _ = cute.arch.thread_idx()
+        if const_expr(spec.tuning.prefetch):
+            for i in cutlass.range(tid, ROWS, self.threads, unroll=1):
+                if at.token + i < at.end:
+                    prefetch(x, at.token + i, spec.columns)
+        turned = None
+        if const_expr(spec.copy):
+            heads = spec.columns // spec.copy
+            turned = smem.allocate_tensor(Uint32, cute.make_layout((shared_words(spec.copy), heads)), byte_alignment=16)
+        io = Bundle(
+            x=x, weight=weight, means=means, given=given, codes=codes, scales=scales, rstd=rstd, sums=sums, normed=normed, turned=turned
+        )
         found = smem.allocate_tensor(Uint8, cute.make_layout((4, spec.blocks)), byte_alignment=16) if const_expr(self.want_atoms) else None
         if const_expr(spec.tuning.resident):
             self.resident(smem, at, io, found, eps)
@@ -178,6 +200,11 @@ class NormQuantize:
                 self.write_atoms(1, at, found, atoms_columns)
             if const_expr(spec.sf_tokens):
                 self.write_atoms(0, at, found, atoms_tokens)
+        if const_expr(spec.copy):
+            cute.arch.sync_threads()
+            position = GROUP * at.row if const_expr(not spec.dense) else at.token
+            for head in cutlass.range_constexpr(spec.columns // spec.copy):
+                store_columns(turned[None, head], copy, Int32(head), position, GROUP * at.region, spec.copy, "accumulator")
 
     # -- parts of a row ---------------------------------------------------------------------------------------------
     @cute.jit
@@ -216,8 +243,8 @@ class NormQuantize:
             cute.arch.atomic_max(maxima.iterator + cute.crd2idx((index, chunk * 8 // spec.width), maxima.layout), top)
 
     @cute.jit
-    def emit(self, at, io, values: cute.Tensor, byte: Int32, token: Int32, column: Int32):
-        """Quantize a chunk and store it; ``values`` are 0 in rows past the end."""
+    def emit(self, at, io, values: cute.Tensor, byte: Int32, row, column: Int32):
+        """Quantize a chunk of the tile's row ``row`` and store it if the row is to be written; ``values`` are 0 in rows past the end."""
         inverse = inverse_of_byte(byte)
         words = cute.make_rmem_tensor(2, Uint32)
         for w in cutlass.range_constexpr(2):
@@ -226,12 +253,20 @@ class NormQuantize:
                 words[w] = Uint32(e4m3x4(*[nan_unless_finite(s) for s in scaled]))
             else:
                 words[w] = Uint32(e4m3x4(*scaled) if byte != 255 else Int32(0))
-        store(words, io.codes, token, column, 8)
-        if const_expr(self.spec.keep):
-            rounded = cute.make_rmem_tensor(8, BFloat16)
-            for i in cutlass.range_constexpr(8):
-                rounded[i] = values[i].to(BFloat16)
-            store(rounded, io.normed, token, column, 16)
+        if at.token + row < at.limit:
+            store(words, io.codes, at.token + row, column, 8)
+            if const_expr(self.spec.keep):
+                rounded = cute.make_rmem_tensor(8, BFloat16)
+                for i in cutlass.range_constexpr(8):
+                    rounded[i] = values[i].to(BFloat16)
+                store(rounded, io.normed, at.token + row, column, 16)
+        if const_expr(self.spec.copy):
+            dim = self.spec.copy
+            within = column % dim
+            turned = io.turned
+            cell = word_index(Int32(row), within // 16, dim) + within // 8 % 2 * 2
+            for w in cutlass.range_constexpr(2):
+                turned[cell + w, column // dim] = words[w]
 
     @cute.jit
     def write_scales(self, at, io, found, maxima, index, group: Int32, count: cutlass.Constexpr):
@@ -328,9 +363,9 @@ class NormQuantize:
                         if const_expr(spec.centred):
                             totals[i, k] = totals[i, k] + values[i, p, k]
                     if const_expr(spec.static):  # noqa: SIM102
-                        if (token < at.limit) & (chunk < spec.chunks):
+                        if chunk < spec.chunks:
                             byte = Int32(io.given[0, 8 * chunk // spec.width])
-                            self.emit(at, io, values[None, p, k], byte, token, 8 * chunk)
+                            self.emit(at, io, values[None, p, k], byte, GROUP * group + row0 + p * self.row_step, 8 * chunk)
                 if const_expr(not spec.static):
                     self.contribute(top, maxima, group % 3, chunk)
             if const_expr(not spec.static):
@@ -342,9 +377,7 @@ class NormQuantize:
                     if chunk < spec.chunks:
                         byte = byte_of_amax_bits(maxima[group % 3, 8 * chunk // spec.width])
                         for p in cutlass.range_constexpr(passes):
-                            token = token0 + p * self.row_step
-                            if token < at.limit:
-                                self.emit(at, io, values[None, p, k], byte, token, 8 * chunk)
+                            self.emit(at, io, values[None, p, k], byte, GROUP * group + row0 + p * self.row_step, 8 * chunk)
             if const_expr(not spec.static or self.want_atoms):
                 self.write_scales(at, io, found, maxima, group % 3, group, 1)
         if const_expr(spec.centred):
@@ -445,8 +478,8 @@ class NormQuantize:
                     self.read_values(at, io, factors, row, chunk, gain, mean, values)
                     for i in cutlass.range_constexpr(8):
                         totals[i] = totals[i] + values[i]
-                    if (at.token + row < at.limit) & (chunk < spec.chunks):
-                        self.emit(at, io, values, byte, at.token + row, 8 * chunk)
+                    if chunk < spec.chunks:
+                        self.emit(at, io, values, byte, row, 8 * chunk)
             if const_expr(spec.centred):
                 # Two sets: one is summed while the next slab's is written; a barrier a slab is enough.
                 half = cute.domain_offset(((k % 2) * self.warps, 0), parts)
@@ -546,6 +579,7 @@ def _compile_norm_quantize(arch: str, offsets_dtype: str | None, spec: NormSpec)
         fake("bfloat16", (tokens, columns), compact=True) if spec.keep else None,
         fake("int32", tiles, compact=True) if spec.sf_columns else None,
         fake("int32", (symbol(), symbol(), WORDS), compact=True) if spec.sf_tokens else None,
+        fake("uint8", (columns // spec.copy, spec.copy, symbol(32)), compact=True) if spec.copy else None,
         Int32(1),
         Float32(0.0),
     )
@@ -565,7 +599,8 @@ def _compile_norm_mean(arch: str, offsets_dtype: str, dtype: str, weight_dtype: 
 
 
 class KernelOutput(NamedTuple):
-    """Plain tensors, bytes for FP8; what was not asked for is None. ``atoms``: the swizzled scales of axis 0 and of axis 1, uint8."""
+    """Plain tensors, bytes for FP8; what was not asked for is None. ``atoms``: the swizzled scales of axis 0 and of axis 1, uint8;
+    ``copy``: uint8 ``[H, D, 32 * rows]``, see ``reference.transposed``."""
 
     codes: Tensor
     scales: Tensor
@@ -574,6 +609,7 @@ class KernelOutput(NamedTuple):
     total: Tensor | None
     normed: Tensor | None
     atoms: tuple[Tensor | None, Tensor | None]
+    copy: Tensor | None
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -601,13 +637,16 @@ def rmsnorm_quantize(
     center: bool,
     keep: bool,
     scale_axes: tuple[int, ...] = (),
+    copy_heads: int = 0,
 ) -> KernelOutput:
     """The reference's operation on a GPU. ``scale_axes`` (0, 1 or both, 2-D ``x``): also the swizzled scales for these axes.
+    ``copy_heads`` (2-D ``x``): also the copy with tokens innermost.
 
     Raises: ``ValueError`` for what :func:`unsupported` names.
     """
     *lead, tokens, columns = x.shape
-    reason = unsupported(columns, x.numel() // columns if columns else 0, dtype_name(x), block[1])
+    head_dim = columns // copy_heads if copy_heads else 0
+    reason = unsupported(columns, x.numel() // columns if columns else 0, dtype_name(x), block[1], head_dim)
     if reason:
         raise ValueError(reason)
     empty = x.new_empty
@@ -628,9 +667,19 @@ def rmsnorm_quantize(
         empty((sequences, columns), dtype=torch.float32) if center else None,
         empty(x.shape, dtype=torch.bfloat16) if keep else None,
         atoms,
+        empty((copy_heads, head_dim, 32 * rows), dtype=torch.uint8) if copy_heads else None,
     )
     if sequences == 0 or x.numel() == 0:  # no token belongs to a sequence: everything but given scales is 0
-        for tensor in (made.codes, made.rstd, made.mean, made.total, made.normed, *atoms, *((made.scales,) if given is None else ())):
+        for tensor in (
+            made.codes,
+            made.rstd,
+            made.mean,
+            made.total,
+            made.normed,
+            made.copy,
+            *atoms,
+            *((made.scales,) if given is None else ()),
+        ):
             if tensor is not None:
                 tensor.zero_()
         return made
@@ -642,7 +691,7 @@ def rmsnorm_quantize(
         parts = empty((token_tiles, columns), dtype=torch.float32)
     spec = NormSpec(
         columns, dtype_name(x), dtype_name(weight), *block, dense=dense, centred=center, keep=keep,
-        sf_columns=1 in scale_axes, sf_tokens=0 in scale_axes,
+        sf_columns=1 in scale_axes, sf_tokens=0 in scale_axes, copy=head_dim,
     )  # fmt: skip
     compiled = _compile_norm_quantize(arch_of(x.device), None if offsets is None else dtype_name(offsets), spec)
     words = [None if a is None else a.view(torch.int32).reshape(a.shape[0], a.shape[1], WORDS) for a in atoms]
@@ -661,6 +710,7 @@ def rmsnorm_quantize(
         made.normed.view(-1, columns) if made.normed is not None else None,
         words[1],
         words[0],
+        made.copy,
         tokens,
         eps,
     )

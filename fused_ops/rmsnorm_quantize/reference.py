@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lp_fa4.mx import MXTensor, quantize_mx, sequence_ids
+from lp_fa4.mx import MXTensor, quantize_mx, scale_rows, sequence_ids
 
 MEAN_ROWS = 64
 """Rows of a sequence that its centre is taken from: enough to catch a common mean, cheap enough to read twice."""
@@ -61,6 +61,28 @@ def per_token(rows: Tensor, offsets: Tensor, tokens: int) -> Tensor:
     return torch.cat([rows, torch.zeros_like(rows[:1]) if rows.shape[0] else rows.new_zeros(1, *rows.shape[1:])])[
         sequence_ids(offsets, tokens)
     ]
+
+
+def transposed(codes: Tensor, offsets: Tensor | None, heads: int) -> Tensor:
+    """Codes ``[T, C]`` with tokens innermost, as Hopper's attention reads them: uint8 ``[H, D, 32 * rows]``, rows by ``scale_rows``.
+
+    Sequence ``b`` starts at position ``32 * (offsets[b] // 32 + b)``; in each run of 16, position ``4 t + i`` holds token
+    ``2 t + (i & 1) + 8 (i >> 1)``, which is how an accumulator's registers hold the other operand. Positions without a token are 0.
+    """
+    tokens, columns = codes.shape
+    rows = torch.arange(tokens, device=codes.device)
+    if offsets is None:
+        within, first, used = rows, torch.zeros_like(rows), rows >= 0
+    else:
+        sequence = sequence_ids(offsets, tokens)
+        used = sequence < offsets.shape[0] - 1
+        start = offsets.to(torch.int64)[sequence.clamp(max=offsets.shape[0] - 1)]
+        within, first = rows - start, 32 * (start // 32 + sequence)
+    run, token = within // 16 * 16, within % 16
+    place = first + run + 4 * (token % 8 // 2) + token % 2 + 2 * (token // 8)
+    out = codes.new_zeros(32 * scale_rows(tokens, offsets) + 1, columns)  # the last one takes what belongs to no sequence
+    out[torch.where(used, place, out.shape[0] - 1)] = codes
+    return out[:-1].t().reshape(heads, columns // heads, -1).contiguous()
 
 
 def inside(offsets: Tensor | None, tokens: int) -> Tensor | None:

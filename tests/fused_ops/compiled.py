@@ -13,6 +13,8 @@ from pathlib import Path
 NORMS = {
     "module": dict(columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=0, width=128, centred=True),
     "module 512, kept": dict(columns=512, dtype="bfloat16", weight_dtype="float32", block_tokens=0, width=128, centred=True, keep=True),
+    "module, copied": dict(columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=0, width=128, centred=True, copy=128),
+    "module 512, copied": dict(columns=512, dtype="bfloat16", weight_dtype="float32", block_tokens=0, width=128, centred=True, copy=128),
     "square, atoms": dict(
         columns=512, dtype="bfloat16", weight_dtype="bfloat16", block_tokens=32, width=32, centred=True, sf_columns=True, sf_tokens=True
     ),

@@ -74,6 +74,8 @@ def check_norm(x: Tensor, weight: Tensor, offsets, block, exponent, center: bool
         assert torch.equal(got.normed.view(torch.int16), xf.to(torch.bfloat16).view(torch.int16)) or torch.equal(
             got.normed.nan_to_num(), xf.to(torch.bfloat16).nan_to_num()
         ), "normed"
+    if got.copy is not None:
+        assert torch.equal(got.copy, reference.transposed(mx.codes, offsets, got.copy.shape[0])), "copy with tokens innermost"
     for axis in (0, 1):
         if got.atoms[axis] is not None:
             atoms = layout.scatter_scales(mx.scale_bytes, block, *x.shape, offsets, axis)
@@ -204,6 +206,7 @@ def norm(
     int64: bool = False,
     bad: list[int] | None = None,
     strided: bool = False,
+    copy_heads: int = 0,
     seed: int = 0,
 ) -> Case:
     """``lengths`` None: dense ``shape``. ``capacity``: NaN rows past the end. ``bad``: rows with a NaN, an infinity and minus infinity."""
@@ -232,7 +235,7 @@ def norm(
 
     def call() -> KernelOutput:
         with host(arch):
-            return rmsnorm_quantize(*given, tuple(axes))
+            return rmsnorm_quantize(*given, tuple(axes), copy_heads)
 
     name = f"rmsnorm_quantize {lengths or shape} {columns} {dtype} {block} center={center}"
     return Case(name, arch, None, call, lambda got: check_norm(x, weight, offsets, width, exponent, center, keep, got))

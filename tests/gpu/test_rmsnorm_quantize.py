@@ -94,3 +94,19 @@ def test_graph_replays_with_other_lengths():
     want = rmsnorm_center_quantize(x, weight, offsets=offsets)
     assert torch.equal(got.xn.codes, want.xn.codes) and torch.equal(got.xn.scale_bytes, want.xn.scale_bytes)
     assert torch.equal(got.mean, want.mean) and torch.equal(got.total, want.total)
+
+
+@pytest.mark.parametrize(("columns", "heads"), [(384, 3), (512, 4), (384, 6), (1024, 8)])
+@pytest.mark.parametrize("block", [(0, 128), (32, 64)])
+def test_copy_with_tokens_innermost(columns, heads, block):
+    """It is the copy that the attention's own kernel would make, for every length and for slack."""
+    from lp_fa4.sm90.transpose import transposed_copy
+
+    offsets = offsets_of(LENGTHS)
+    x, weight = torch.randn(sum(LENGTHS) + 70, columns, device=DEVICE).bfloat16(), torch.rand(columns, device=DEVICE) + 0.5
+    x[sum(LENGTHS) :] = torch.nan
+    poison()
+    got = rmsnorm_center_quantize(x, weight, offsets=offsets, block=block, copy_heads=heads)
+    assert torch.equal(got.xn.transposed, transposed_copy(got.xn.codes.unflatten(1, (heads, -1)), offsets, "accumulator"))
+    plain = rmsnorm_center_quantize(x, weight, offsets=offsets, block=block)
+    assert torch.equal(plain.xn.codes, got.xn.codes) and torch.equal(plain.total, got.total)

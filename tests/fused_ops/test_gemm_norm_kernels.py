@@ -1,0 +1,50 @@
+"""The GEMM + norm backward kernels without a GPU: executed by the emulator under adversarial schedules with the race checker (cases, and
+what is right: ``gemm_norm_cases``), and what ptxas made of them. ``EMULATOR_SCHEDULES=8`` runs more schedules."""
+
+import os
+
+import pytest
+
+from tests.emulator.worker import Worker
+from tests.sm100.test_compiled import lines
+
+SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "1"))
+LENGTHS = [0, 1, 33, 0, 70, 0]
+CASES = {
+    "two CTAs share the columns, several tiles, bad rows": dict(
+        lengths=[0, 1, 33, 0, 70, 300, 0], rows=64, columns=256, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
+    ),
+    "everything": dict(lengths=LENGTHS, rows=64, columns=64, capacity=9, xn=[32, 32]),
+    "dense, BF16 gradients, FP16 rows with gaps": dict(
+        lengths=None, tokens=65, rows=64, columns=64, dk="bfloat16", dv=None, xn="bfloat16", mean=False, dtype="float16", strided=True
+    ),
+    "mixed operands, a weight in MXFP8": dict(
+        lengths=[40, 50], rows=128, columns=64, capacity=5, dk=[128, 64], dv="bfloat16", xn="bfloat16", weight="mx"
+    ),
+    "three warpgroups of dW": dict(lengths=[31, 100, 0], rows=192, columns=192, needs=[False, False, True]),
+    "no tokens in any sequence": dict(lengths=[0, 0], rows=64, columns=64, capacity=5),
+    "no sequence": dict(lengths=[], rows=64, columns=64, capacity=5),
+    "no rows": dict(lengths=None, tokens=0, rows=64, columns=64),
+}
+
+
+@pytest.fixture(scope="module")
+def worker():
+    made = Worker("sm_90a")
+    yield made
+    made.close()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(worker, name):
+    answer = worker.run("tests.fused_ops.gemm_norm_cases:backward", CASES[name], schedules=SCHEDULES)
+    assert len(answer["schedules"]) == SCHEDULES
+
+
+def test_what_ptxas_made():
+    """No product is serialized (that would be a wait after each), and next to nothing is spilled."""
+    for report in lines("tests.fused_ops.gemm_norm_report"):
+        groups = report["products"] // 4
+        assert report["waits"] <= max(2, groups) and report["arrives"] <= max(1, groups), report
+        assert report["local"] <= report["local_limit"], report
