@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, const_expr
 
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte
 from lp_fa4.sm100.atoms import F8, SF_BYTES, load_columns, store_columns
-from lp_fa4.sm100.backward_config import STATS, TILE
+from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_plan import BLOCK_COLUMNS
 from lp_fa4.sm100.backward_store import store_gradients, store_zeros
 from lp_fa4.sm100.backward_work import block_amax, item_count, key_tile, key_tiles, query_step
@@ -89,7 +89,7 @@ def query_tile(here, args, shared, now, stage, live, low, high, masked: cutlass.
     cute.arch.fence_view_async_tmem_load()
     arrive_tensor(bars + bar.s_read)
     wait(bars + bar.stat_full + stage, now // stages & 1)
-    stats = shared.stats.iterator + (stage * (STATS * TILE) + here.group * HALF)
+    stats = shared.stats.iterator + (stage * (kernel.spec.stats * TILE) + here.group * HALF)
     for b in cutlass.range_constexpr(2):
         probabilities(here, args, stats, r, b, low, high, masked)
     if here.group == 0:

@@ -11,8 +11,8 @@ from lp_fa4.sm100.config import ARCHS, HEAD_DIMS
 
 TILE = 128
 """Keys of a key tile, queries of a query tile."""
-STATS = 3
-"""Values of a query: ``a`` (what is added to its scaled scores), ``D`` (what is subtracted from dP), ``c`` (what is subtracted from P)."""
+STAT_POWER = 3
+"""Place of a query's power of two on FP16 sums of dQ among its statistics (``BackwardSpec.stats``)."""
 DQ_COLUMNS = 32
 """Columns of dQ in flight between tensor memory and its reduction."""
 
@@ -46,6 +46,12 @@ class BackwardSpec:
         if self.causal and self.centred:
             raise ValueError("causal and centred are both True; the sums that pay for centring would be per row")
 
+    @property
+    def stats(self) -> int:
+        """Values of a query: ``a`` (added to its scaled scores), ``D`` (subtracted from dP), ``c`` (subtracted from P), and the power of
+        two on FP16 sums of its dQ."""
+        return stat_values(self.dq_half)
+
 
 @dataclass(frozen=True)
 class BackwardTuning:
@@ -57,9 +63,9 @@ class BackwardTuning:
     """
 
     stages: int = 2
-    compute_registers: int = 168
-    reduce_registers: int = 88
-    other_registers: int = 88
+    compute_registers: int = 144
+    reduce_registers: int = 96
+    other_registers: int = 128
 
     def __post_init__(self) -> None:
         if 2 * self.compute_registers + self.reduce_registers + self.other_registers > 512:
@@ -87,6 +93,14 @@ class PrepassSpec:
     delta_quantized: bool
     p_scale_log2: int
     out_fp32: bool
+    causal: bool = False
+    dq_half: bool = False
+    dq_scale_log2: int | None = None
+
+
+def stat_values(dq_half: bool) -> int:
+    """Statistics of a query: see ``BackwardSpec.stats``."""
+    return 4 if dq_half else 3
 
 
 def tile_rows(queries: int | None, total: int, batch: int) -> int:

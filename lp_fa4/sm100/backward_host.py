@@ -14,7 +14,7 @@ from lp_fa4.config import LOG2_E, AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows, scale_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
-from lp_fa4.sm100.backward_config import STATS, TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
+from lp_fa4.sm100.backward_config import TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
 from lp_fa4.sm100.backward_items import item_capacity, work_items
 from lp_fa4.sm100.config import ARCHS, HEAD_DIMS
 from lp_fa4.sm100.forward_host import SF_ATOM, scale_atoms
@@ -27,13 +27,14 @@ def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
     """Why these kernels cannot serve a backward with this head dimension and these choices, in words; "" if they can."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim is {head_dim}; sm100 kernels serve {', '.join(map(str, HEAD_DIMS))}"
-    required: dict[str, object] = dict(round_p=True, round_do=True, round_ds=True, do_block=(32, 32), ds_block=(32, 32))
-    required["dq_dtype"] = torch.float32
+    required: dict[str, object] = dict(round_p=True, round_do=True, round_ds=True, do_block=(32, 32))
     if config.grad_format == "mxfp8":
         required["grad_block"] = (32, 32)
     for name, value in required.items():
         if getattr(config, name) != value:
             return f"config.{name} is {getattr(config, name)}; the sm100 backward serves {value}"
+    if config.ds_block not in ((32, 32), None):
+        return f"config.ds_block is {config.ds_block}; the sm100 backward serves (32, 32) and None, which is the same"
     return ""
 
 
@@ -95,6 +96,7 @@ def run(
     assert p.softmax_scale is not None
     d, heads, kv_heads, batch, queries = p.head_dim, p.heads, p.kv_heads, p.batch, p.queries
     offsets_k, offsets_q = _offsets(p)
+    half = config.dq_dtype == torch.float16
     spec = BackwardSpec(
         head_dim=d,
         group=p.group,
@@ -102,21 +104,22 @@ def run(
         centred=p.centred_backward,
         shared=p.shared_q,
         mxfp8=mxfp8,
+        dq_half=half,
         deterministic=deterministic,
         p_scale_log2=config.p_scale_backward_log2,
     )
-    serial = deterministic and not p.shared_q
+    serial = deterministic and (half or not p.shared_q)
     items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial)
     ctas = min(processors, item_capacity(p.tokens, batch, serial) * kv_heads)
     rows = tile_rows(queries, p.rows, batch)
     dq_rows = -(-p.q.shape[0] // TILE) if p.shared_q else rows
-    replicas = 1 if not p.shared_q else ctas if deterministic else min(SHARED_REPLICAS, ctas)
+    replicas = 1 if not p.shared_q else batch if half else ctas if deterministic else min(SHARED_REPLICAS, ctas)
     empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
     do8 = empty(torch.uint8, p.rows, heads, d)
     sf_do, sf_dot = (empty(torch.uint8, rows, heads, SF_ATOM) for _ in range(2))
-    stats = empty(torch.float32, rows, heads, STATS * TILE)
+    stats = empty(torch.float32, rows, heads, spec.stats * TILE)
     sums = empty(torch.float32, rows, heads, d)
-    partial = torch.zeros(replicas * dq_rows, heads, TILE * d, dtype=torch.float32, device=device)
+    partial = torch.zeros(replicas * dq_rows, heads, TILE * d, dtype=config.dq_dtype, device=device)
     dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
     groups = group_rows(p.tokens, batch) if mxfp8 else 1
     scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -130,6 +133,9 @@ def run(
         delta_quantized=config.delta_from == "quantized",
         p_scale_log2=config.p_scale_backward_log2,
         out_fp32=result.centred_out.dtype == torch.float32,
+        causal=p.causal,
+        dq_half=half,
+        dq_scale_log2=config.dq_scale if half and isinstance(config.dq_scale, int) else None,
     )
     offsets_dtype = dtype_name(offsets_k)
     launch(
@@ -149,7 +155,9 @@ def run(
         sums,
         dk.view(torch.uint8).flatten(1),
         dv.view(torch.uint8).flatten(1),
+        key_exponents(p, offsets_k) if half else None,
         queries or 0,
+        p.softmax_scale,
     )
     unit = p.softmax_scale * 2.0**-config.p_scale_backward_log2
     launch(
@@ -181,10 +189,10 @@ def run(
         ctas,
     )
     launch(
-        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, False, offsets_dtype),
+        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, half, offsets_dtype),
         device,
         partial,
-        None,
+        stats if half else None,
         dq,
         offsets_q,
         offsets_k,
@@ -193,11 +201,34 @@ def run(
         p.q.shape[0] if p.shared_q else queries or 0,
         dq_rows,
         replicas,
-        unit,
+        1.0 if half else unit,
     )
     if mxfp8:
         return Gradients(dq, *(_wrap(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
     return Gradients(dq, dk, dv, dv_mean)
+
+
+def key_exponents(p: AttentionProblem, offsets_k: Tensor) -> Tensor:
+    """Largest exponent of K plus largest of V among a sequence's first groups of 32 keys up to each group: int32 ``[groups, Hkv]``.
+
+    One running maximum over all groups, which a sequence's number times 2^9 starts anew at each sequence.
+    """
+    rows, batch = group_rows(p.tokens, p.batch), p.batch
+    first = offsets_k[:-1] // 32 + torch.arange(batch, dtype=offsets_k.dtype, device=p.device)
+    group = torch.arange(rows, dtype=offsets_k.dtype, device=p.device)
+    base = ((torch.searchsorted(first.contiguous(), group, right=True) - 1).clamp(min=0) * 512)[:, None]
+    total = None
+    for x in (p.k, p.v):
+        byte = x.scale_bytes.to(torch.int64)
+        top = torch.where(byte == 255, 0, byte).amax(-1)
+        if x.is_static:
+            top = top[:1].expand(rows, -1)
+        elif top.shape[0] < rows:  # one sequence, quantized without offsets
+            top = torch.nn.functional.pad(top, (0, 0, 0, rows - top.shape[0]))
+        running = torch.cummax(base + top, 0).values - base - 127
+        total = running if total is None else total + running
+    assert total is not None
+    return total.to(torch.int32).contiguous()
 
 
 def _offsets(p: AttentionProblem) -> tuple[Tensor, Tensor]:

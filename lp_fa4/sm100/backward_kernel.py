@@ -26,7 +26,7 @@ from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm100.atoms import F8, ONE, SF, SF_BYTES
 from lp_fa4.sm100.backward_atoms import BackwardAtoms
 from lp_fa4.sm100.backward_compute import compute_role
-from lp_fa4.sm100.backward_config import STATS, TILE, BackwardSpec, BackwardTuning
+from lp_fa4.sm100.backward_config import TILE, BackwardSpec, BackwardTuning
 from lp_fa4.sm100.backward_load import load_role
 from lp_fa4.sm100.backward_mma import mma_role
 from lp_fa4.sm100.backward_plan import DS_ATOMS_K, DS_ATOMS_Q, backward_plan
@@ -143,7 +143,7 @@ class Backward:
         size = -(-(8 * len(self.barriers.arrivals) + 4) // 1024) * 1024
         size += (2 * stages + 4) * TILE * dim + TILE * TILE
         size += (4 * stages + 6 + DS_ATOMS_K + DS_ATOMS_Q) * SF_BYTES
-        return size + 4 * STATS * TILE * stages + 4 * STAGING_FLOATS
+        return size + 4 * self.spec.stats * TILE * stages + 4 * STAGING_FLOATS
 
     @cute.jit
     def __call__(
@@ -306,16 +306,16 @@ class Backward:
         ds = cute.make_tensor(cute.recast_ptr(plain.iterator, layout.inner, dtype=F8), layout.outer)
         names = (("SFQ", stages), ("SFQ_T", stages), ("SFK", 2), ("SFK_T", 2), ("SFV", 2), ("SFDO", stages), ("SFDO_T", stages))
         atoms_ = [scales(*x) for x in (*names, ("SFDS_K", DS_ATOMS_K), ("SFDS_Q", DS_ATOMS_Q))]
-        return Shared(q, k, v, do, ds, plain.iterator, *atoms_, floats(STATS * TILE * stages), floats(STAGING_FLOATS))
+        return Shared(q, k, v, do, ds, plain.iterator, *atoms_, floats(self.spec.stats * TILE * stages), floats(STAGING_FLOATS))
 
 
 @kernel_cache
 def compile_main(arch: str, spec: BackwardSpec, tuning: BackwardTuning, offsets_dtype: str) -> Any:
     """Compile one variant. No tensor, no length. Arguments at launch after those of :meth:`Backward.__call__`'s operands:
 
-    stats: fp32 ``[tile rows, H, 3 * 128]``; items: int32 ``[n, 8]``, total: int32 ``[1]`` (``backward_items``); offsets_q: ``[B + 1]``;
-    dq: fp32 ``[rows, H, 128 * D]``, zeroed, of ``replicas`` buffers of ``dq_rows`` rows where queries are shared; dk, dv: bf16 or uint8
-    ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]``.
+    stats: fp32 ``[tile rows, H, stats * 128]``; items: int32 ``[n, 8]``, total: int32 ``[1]`` (``backward_items``); offsets_q: ``[B + 1]``;
+    dq: fp32 or fp16 ``[rows, H, 128 * D]``, zeroed, of ``replicas`` buffers of ``dq_rows`` rows where queries are shared; dk, dv: bf16 or
+    uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]``.
     """
     d, heads, kv_heads, tokens = spec.head_dim, symbol(), symbol(), symbol()
     codes = lambda h: fake("uint8", (symbol(), h, d), align=16)  # noqa: E731
@@ -329,7 +329,7 @@ def compile_main(arch: str, spec: BackwardSpec, tuning: BackwardTuning, offsets_
         codes(kv_heads),
         codes(heads),
         *[scales(h) for h in (heads, heads, kv_heads, kv_heads, kv_heads, heads, heads)],
-        fake("float32", (symbol(), heads, STATS * TILE), compact=True),
+        fake("float32", (symbol(), heads, spec.stats * TILE), compact=True),
         fake("int32", (symbol(), 8), compact=True),
         fake("int32", (1,), align=4),
         fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),

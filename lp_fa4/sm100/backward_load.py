@@ -10,11 +10,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm100.atoms import SF_BYTES, load_scales
-from lp_fa4.sm100.backward_config import STATS, TILE
+from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_work import item_count, key_tile, key_tiles, query_step
 from lp_fa4.sm100.sync import wait
-
-STAT_BYTES = 4 * STATS * TILE
 
 
 @cute.jit
@@ -80,8 +78,8 @@ def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile
     full = bars + bar.stat_full + stage
     wait(bars + bar.stat_empty + stage, free)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, STAT_BYTES)
-    load_stats(args.stats, item.tile_row + tile, head, shared.stats, stage, full)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * spec.stats * TILE)
+    load_stats(args.stats, item.tile_row + tile, head, shared.stats, stage, full, spec.stats * TILE)
 
     full = bars + bar.do_full + stage
     wait(bars + bar.do_empty + stage, free)
@@ -95,13 +93,13 @@ def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile
 
 
 @cute.jit
-def load_stats(source, row, head, target, stage, barrier):
-    """Bulk copy of a query tile's statistics."""
-    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=STAT_BYTES * 8)
+def load_stats(source, row, head, target, stage, barrier, count: cutlass.Constexpr):
+    """Bulk copy of a query tile's statistics, ``count`` values."""
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=count * 32)
     start = (source.iterator + cute.crd2idx((row, head, 0), source.layout)).align(16)
-    there = cute.make_tensor((target.iterator + stage * (STATS * TILE)).align(16), cute.make_layout(STATS * TILE))
+    there = cute.make_tensor((target.iterator + stage * count).align(16), cute.make_layout(count))
     with cute.arch.elect_one():
-        cute.copy(atom, cute.make_tensor(start, cute.make_layout(STATS * TILE)), there, mbar_ptr=barrier)
+        cute.copy(atom, cute.make_tensor(start, cute.make_layout(count)), there, mbar_ptr=barrier)
 
 
 def _partition(atom, shared, tiles):

@@ -6,7 +6,7 @@ from cutlass import Float16, Float32, Int32, Int64, const_expr
 
 from lp_fa4.common.sequence import find_sequence
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm100.backward_config import TILE
+from lp_fa4.sm100.backward_config import STAT_POWER, TILE, stat_values
 from lp_fa4.sm100.backward_work import effect
 
 THREADS = 256
@@ -24,7 +24,7 @@ class Postpass:
     def __call__(
         self,
         partial: cute.Tensor,
-        dq_scale: cute.Tensor | None,
+        stats: cute.Tensor | None,
         dq: cute.Tensor,
         offsets_q: cute.Tensor,
         offsets_k: cute.Tensor,
@@ -39,7 +39,7 @@ class Postpass:
         grid = tile_rows * Int32(dq.shape[1])
         if const_expr(self.centred):
             grid = grid + Int32(dv_mean.shape[0]) * Int32(dv_mean.shape[1])
-        self.kernel(partial, dq_scale, dq, offsets_q, offsets_k, sums, dv_mean, queries, tile_rows, replicas, factor).launch(
+        self.kernel(partial, stats, dq, offsets_q, offsets_k, sums, dv_mean, queries, tile_rows, replicas, factor).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -47,7 +47,7 @@ class Postpass:
     def kernel(
         self,
         partial: cute.Tensor,
-        dq_scale: cute.Tensor | None,
+        stats: cute.Tensor | None,
         dq: cute.Tensor,
         offsets_q: cute.Tensor,
         offsets_k: cute.Tensor,
@@ -75,7 +75,7 @@ class Postpass:
             else:
                 start, tile = tile_row // per * queries, tile_row % per
                 left = queries - TILE * tile
-            self.rows(partial, dq_scale, dq, tile_row, head, start + TILE * tile, left, tile_rows, replicas, factor)
+            self.rows(partial, stats, dq, tile_row, head, start + TILE * tile, left, tile_rows, replicas, factor)
         elif const_expr(self.centred):
             self.mean(offsets_q, offsets_k, sums, dv_mean, bid - tiles, queries)
         if const_expr(self.jagged):  # rows of dq past the last sequence
@@ -84,9 +84,9 @@ class Postpass:
                     dq[row, i // self.head_dim, i % self.head_dim] = Float32(0.0)
 
     @cute.jit
-    def rows(self, partial, dq_scale, dq, tile_row, head, first, left, tile_rows, replicas, factor):
-        """One tile: 16 bytes of an image hold neighbouring columns of a row (see ``backward_reduce``). ``dq_scale``: what the sums of each
-        buffer and tile must be multiplied by, where they are FP16."""
+    def rows(self, partial, stats, dq, tile_row, head, first, left, tile_rows, replicas, factor):
+        """One tile: 16 bytes of an image hold neighbouring columns of a row (see ``backward_reduce``). ``stats``: hold the power of
+        two on FP16 sums of each buffer and row (a buffer is a sequence where queries are shared)."""
         d, width = self.head_dim, self.width
         tid, _, _ = cute.arch.thread_idx()
         heads = Int64(dq.shape[1])
@@ -110,7 +110,7 @@ class Postpass:
                     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), more)
                     scale = Float32(1.0)
                     if const_expr(self.half):
-                        scale = dq_scale[r * tile_rows + tile_row, head]
+                        scale = Float32(1.0) / stats[r * tile_rows + tile_row, head, STAT_POWER * TILE + row]
                     for i in cutlass.range_constexpr(width):
                         total[i] = total[i] + Float32(more[i]) * scale
                 at = dq.iterator.toint() + ((Int64(first) + row) * heads + head) * (4 * d) + 4 * width * chunk
@@ -142,16 +142,16 @@ class Postpass:
 
 @kernel_cache
 def compile_postpass(arch: str, head_dim: int, group: int, jagged: bool, shared: bool, centred: bool, half: bool, offsets_dtype: str):
-    """Compile for ``arch``. Arguments: sums of dQ (fp32 or fp16 ``[replicas * tile rows, H, 128 * D]``); factors of FP16 sums, fp32
-    ``[replicas * tile rows, H]``, or None; dq: fp32 ``[N, H, D]``; offsets_q (read if jagged), offsets_k; column sums of dO (pre-pass);
-    dv_mean: fp32 ``[B, Hkv, D]`` or None; queries (if not jagged); tile rows of a buffer; buffers; factor on dQ."""
+    """Compile for ``arch``. Arguments: sums of dQ (fp32 or fp16 ``[replicas * tile rows, H, 128 * D]``); the pre-pass's statistics where
+    sums are FP16, or None; dq: fp32 ``[N, H, D]``; offsets_q (read if jagged), offsets_k; column sums of dO (pre-pass); dv_mean: fp32
+    ``[B, Hkv, D]`` or None; queries (if not jagged); tile rows of a buffer; buffers; factor on dQ."""
     heads = symbol()
     offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
     return build(
         arch,
         Postpass(head_dim, group, jagged, shared, centred, half),
         fake("float16" if half else "float32", (symbol(), heads, TILE * head_dim), compact=True),
-        fake("float32", (symbol(), heads), align=4, compact=True) if half else None,
+        fake("float32", (symbol(), heads, stat_values(True) * TILE), compact=True) if half else None,
         fake("float32", (symbol(), heads, head_dim), compact=True),
         offsets(),
         offsets(),

@@ -17,11 +17,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, e4m3x4_to_float, inverse_of_byte, log2, scale_of_byte
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, e4m3x4_to_float, float_of, inverse_of_byte, log2, scale_of_byte
 from lp_fa4.common.sequence import find_sequence
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm100.atoms import SF_BYTES
-from lp_fa4.sm100.backward_config import STATS, TILE, PrepassSpec
+from lp_fa4.sm100.backward_config import STAT_POWER, TILE, PrepassSpec, stat_values
 from lp_fa4.sm100.backward_work import effect
 
 THREADS = 128
@@ -55,13 +55,31 @@ class Prepass:
         sums: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
+        key_exponents: cute.Tensor | None,
         queries: Int32,
+        softmax_scale: Float32,
         stream,
     ):
         grid = Int32(stats.shape[0]) * Int32(stats.shape[1])
-        self.kernel(dout, out, row_max, row_sum, dlse, offsets_q, offsets_k, do8, sf, sf_t, stats, sums, dk, dv, queries).launch(
-            grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
+        self.kernel(
+            dout,
+            out,
+            row_max,
+            row_sum,
+            dlse,
+            offsets_q,
+            offsets_k,
+            do8,
+            sf,
+            sf_t,
+            stats,
+            sums,
+            dk,
+            dv,
+            key_exponents,
+            queries,
+            softmax_scale,
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -80,7 +98,9 @@ class Prepass:
         sums: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
+        key_exponents: cute.Tensor | None,
         queries: Int32,
+        softmax_scale: Float32,
     ):
         spec = self.spec
         bid, _, _ = cute.arch.block_idx()
@@ -101,7 +121,13 @@ class Prepass:
         self.zero(dk, dv, offsets_k, batch)
         if left > 0:  # the tile rule leaves rows that own nothing
             keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
-            place = (tile_row, head, start + TILE * tile, cutlass.min(left, TILE), keys)
+            # scale group of the last key that row 0 of the tile sees, and of the sequence's last
+            last = keys - 1
+            if const_expr(spec.causal):
+                last = TILE * tile + keys - (left + TILE * tile)
+            group_row = Int32(offsets_k[b]) // 32 + b
+            power = (key_exponents, group_row, last, softmax_scale)
+            place = (tile_row, head, start + TILE * tile, cutlass.min(left, TILE), keys, power)
             self.tile(dout, out, row_max, row_sum, dlse, do8, sf, sf_t, stats, sums, column_sums, place)
 
     @cute.jit
@@ -129,9 +155,10 @@ class Prepass:
 
     @cute.jit
     def tile(self, dout, out, row_max, row_sum, dlse, do8, sf, sf_t, stats, sums, column_sums, place):
-        """One query tile of one head. ``place``: workspace row, head, first row of dO, rows, keys of the sequence."""
+        """One query tile of one head. ``place``: workspace row, head, first row of dO, rows, keys of the sequence, and
+        what :meth:`power` takes."""
         spec, lanes = self.spec, self.lanes
-        tile_row, head, first, left, keys = place
+        tile_row, head, first, left, keys, power = place
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         column = COLUMNS * (lane % lanes)
@@ -166,7 +193,7 @@ class Prepass:
         byte = byte_of_amax_bits(peak)
         self.write_scales(sf, sf_t, tile_row, head, warp, lane, byte)
         up, down = inverse_of_byte(byte), scale_of_byte(byte)
-        stat = stats.iterator.toint() + (Int64(tile_row) * Int32(stats.shape[1]) + head) * (4 * STATS * TILE)
+        stat = stats.iterator.toint() + (Int64(tile_row) * Int32(stats.shape[1]) + head) * (4 * stat_values(spec.dq_half) * TILE)
         for i in cutlass.range_constexpr(self.rounds):
             r = 32 * warp + self.rows * i + lane // lanes
             row = first + cutlass.min(r, left - 1)
@@ -203,12 +230,44 @@ class Prepass:
             if lane % lanes == 0:
                 for kind, value in enumerate((a, delta, c)):
                     effect([stat + 4 * (TILE * kind + r), value], "st.global.f32 [$0], $1;", "l,f")
+            if const_expr(spec.dq_half):
+                largest = Int32(0)
+                for j in cutlass.range_constexpr(COLUMNS):
+                    largest = cutlass.max(largest, bits_of(Float32(raw[j, i])) & 0x7FFFFFFF)
+                for shift in range(lanes.bit_length() - 1):
+                    largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << shift))
+                if lane % lanes == 0:
+                    value = self.power(power, head, Int32(stats.shape[1]), r, largest, sees)
+                    effect([stat + 4 * (TILE * STAT_POWER + r), value], "st.global.f32 [$0], $1;", "l,f")
         if lane < lanes:
             for j in cutlass.range_constexpr(COLUMNS):
                 column_sums[warp, column + j] = total[j]
         cute.arch.sync_threads()
         if tid < spec.head_dim:
             sums[tile_row, head, tid] = (column_sums[0, tid] + column_sums[1, tid]) + (column_sums[2, tid] + column_sums[3, tid])
+
+    @cute.jit
+    def power(self, power, head, heads, r, largest, sees):
+        """Power of two under which no FP16 sum of this row's dQ, nor any partial sum of key tiles, can pass 2^15.
+
+        ``|dQ| <= 2 |dO_q| max|v_j| max|k| softmax_scale``, because the absolute row sum of dS is at most ``2 |dO_q| max|v_j|``. Here with
+        ``|dO_q| <= sqrt(D) max|dO_q|``, ``|v_j| <= sqrt(D) 448 * 2^e_v`` and ``|k| <= 448 * 2^e_k``: no pass over K and V. The exponents
+        are those of the groups that this row sees, so that a causal row never depends on later groups of keys.
+        """
+        key_exponents, group_row, last, softmax_scale = power
+        if const_expr(self.spec.dq_scale_log2 is not None):
+            return float_of(Int32((127 + self.spec.dq_scale_log2) << 23))
+        seen = last
+        if const_expr(self.spec.causal):
+            seen = last + r
+        result = Int32(0)
+        if sees and largest > 0 and largest < 0x7F800000:
+            kv_head = head * Int32(key_exponents.shape[1]) // heads
+            above = lambda bits: (bits >> 23) - 126  # noqa: E731  2^above is more than the value
+            keys = key_exponents[group_row + seen // 32, kv_head] + 18
+            bound = 1 + above(bits_of(softmax_scale)) + int(math.log2(self.spec.head_dim)) + above(largest) + keys
+            result = cutlass.max(cutlass.min(15 - bound, 100), -100)
+        return float_of((result + 127) << 23)
 
     @cute.jit
     def write_scales(self, sf, sf_t, tile_row, head, warp, lane, byte):
@@ -232,8 +291,9 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
 
     dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; offsets_q (read if
     jagged), offsets_k: ``[B + 1]``; do8: uint8 ``[R, H, D]``; sf, sf_t: uint8 ``[tile rows, H, 512]``, scales along the head dimension
-    and along tokens; stats: fp32 ``[tile rows, H, 3 * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk, dv: uint8
-    ``[T, bytes]``, to be zeroed past the last sequence; queries per sequence (if not jagged).
+    and along tokens; stats: fp32 ``[tile rows, H, stats * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk, dv: uint8
+    ``[T, bytes]``, to be zeroed past the last sequence; key_exponents: int32 ``[groups, Hkv]`` (``backward_host.key_exponents``), or None
+    where dQ is summed in FP32; queries per sequence (if not jagged); softmax scale.
     """
     heads, rows, d = symbol(), symbol(), spec.head_dim
     per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
@@ -253,9 +313,11 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         fake("uint8", (rows, heads, d), compact=True),
         scales(),
         scales(),
-        fake("float32", (symbol(), heads, STATS * TILE), compact=True),
+        fake("float32", (symbol(), heads, stat_values(spec.dq_half) * TILE), compact=True),
         fake("float32", (symbol(), heads, d), compact=True),
         grad(),
         grad(),
+        fake("int32", (symbol(), symbol()), align=4, compact=True) if spec.dq_half else None,
         Int32(1),
+        Float32(1.0),
     )

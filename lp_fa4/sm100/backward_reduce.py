@@ -6,11 +6,11 @@ never wait for one another. The sums lie as tile images (``dq_place``), which th
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from lp_fa4.sm100.atoms import load_columns
-from lp_fa4.sm100.backward_config import DQ_COLUMNS, TILE
-from lp_fa4.sm100.backward_work import dq_row, effect, item_count, key_tile, key_tiles, query_step
+from lp_fa4.sm100.backward_config import DQ_COLUMNS, STAT_POWER, TILE
+from lp_fa4.sm100.backward_work import dq_row, effect, f16x2, item_count, key_tile, key_tiles, query_step
 from lp_fa4.sm100.sync import arrive_tensor, wait_tensor
 
 STAGING_FLOATS = 2 * TILE * DQ_COLUMNS
@@ -21,16 +21,18 @@ STAGING_FLOATS = 2 * TILE * DQ_COLUMNS
 def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int32):
     """Serve this CTA's key tiles. ``thread``: 0..127, the row of a query tile.
 
-    An image holds, for each of 4 x 32 rows, chunks of four columns: 16 bytes of a row, then those of the next of its 32 rows, then the next
-    chunk.
+    An image holds, for each of 4 x 32 rows, chunks of 16 bytes (four columns, eight in FP16): a chunk of a row, then that of the next of
+    its 32 rows, then the next chunk.
     """
     spec, bar = kernel.spec, kernel.barriers
     count, step = item_count(args), Int32(cute.arch.grid_dim()[0])
     index = Int32(cute.arch.block_idx()[0])
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-    piece_bytes = 32 * DQ_COLUMNS * 4
+    size = 2 if spec.dq_half else 4
+    piece_bytes = 32 * DQ_COLUMNS * size
     staging = Int32(shared.staging.iterator.toint()) + warp * (2 * piece_bytes)
-    image = TILE * spec.head_dim * 4
+    image = TILE * spec.head_dim * size
+    add = "add.noftz.f16" if spec.dq_half else "add.f32"
     heads = args.kv_heads * spec.group
     turn = Int32(0)
     while index < count:
@@ -45,6 +47,9 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
                 head, tile = query_step(spec, item, s)
                 place = Int64(dq_row(spec, args, item, tile)) * heads + head
                 target = args.dq + place * image + Int64(warp * (image // 4))
+                factor = Float32(1.0)
+                if const_expr(spec.dq_half):
+                    factor = args.dk_factor * args.stats[item.tile_row + tile, head, STAT_POWER * TILE + thread]
                 wait_tensor(bars + bar.dq_full, (turn + s) & 1)
                 for c in cutlass.range_constexpr(spec.head_dim // DQ_COLUMNS):
                     values = load_columns(tmem, kernel.plan["dQ"].start + c * DQ_COLUMNS, DQ_COLUMNS, thread)
@@ -55,15 +60,20 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
                         cute.arch.cp_async_bulk_wait_group(1, read=True)
                     cute.arch.sync_warp()
                     buffer = staging + (c % 2) * piece_bytes
-                    for i in cutlass.range_constexpr(DQ_COLUMNS // 4):
-                        four = [values[4 * i + j] for j in range(4)]
-                        effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
+                    if const_expr(spec.dq_half):
+                        for i in cutlass.range_constexpr(DQ_COLUMNS // 8):
+                            four = [f16x2(values[8 * i + 2 * j] * factor, values[8 * i + 2 * j + 1] * factor) for j in range(4)]
+                            effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+                    else:
+                        for i in cutlass.range_constexpr(DQ_COLUMNS // 4):
+                            four = [values[4 * i + j] for j in range(4)]
+                            effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     if lane == 0:
                         effect(
                             [target + c * piece_bytes, buffer, Int32(piece_bytes)],
-                            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+                            f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{add} [$0], [$1], $2;",
                             "l,r,r",
                         )
                         cute.arch.cp_async_bulk_commit_group()

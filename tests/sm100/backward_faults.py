@@ -1,0 +1,51 @@
+"""Planted faults of the backward's plan of tensor memory and of the sharing of dS: ``python -m tests.sm100.backward_faults [--all]``.
+
+On the compiled kernel, one at a time: each wait written in the MMA role is deleted, each region of scales, P and dS is moved onto an
+accumulator, the fences that publish dS are deleted. Each must be seen (a race report, an error, or a wrong result) under some schedule; the
+unplanted kernel must be clean under all. ``--all``: every wait, fence and region. ``--part i/n``: every n-th site, from the i-th. One JSON
+line per fault.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from tests.emulator import api, capture
+from tests.emulator.faults import Campaign
+from tests.emulator.waivers import NONE
+from tests.sm100.backward_cases import case
+
+OURS = ("backward_mma.py", "backward_compute.py", "backward_reduce.py", "backward_load.py", "sync.py")
+
+
+def chosen(site) -> bool:
+    """Waits of the MMA role, fences of the compute role, regions that the products read."""
+    if site.region is not None:
+        return site.region[0] in ("sf", "a")
+    return site.kind in ("mbarrier wait", "proxy fence") and ("backward_mma.py" in site.where or "backward_compute.py" in site.where)
+
+
+def main() -> None:
+    """Print one JSON line per fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--schedules", type=int, default=4)
+    parser.add_argument("--part", default="0/1")
+    parser.add_argument("--list", action="store_true", help="only name the sites")
+    arguments = parser.parse_args()
+    capture.install("sm_100a")
+    planted = case("sm_100a", {"shared": 200, "keys": [200, 31], "heads": 1, "mean": True}, {"processors": 1})
+    campaign = Campaign(planted, NONE, api.schedules(arguments.schedules), log=lambda text: print(text, file=sys.stderr, flush=True))
+    campaign.baseline()
+    campaign.sites = [site for site in campaign.sites if site.executed and (arguments.all or chosen(site))]
+    part, parts = map(int, arguments.part.split("/"))
+    campaign.sites = campaign.sites[part::parts]
+    if not arguments.list:
+        campaign.plant()
+    for site in campaign.sites:
+        print(json.dumps(asdict(site)))
+
+
+if __name__ == "__main__":
+    main()
