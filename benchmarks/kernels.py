@@ -91,6 +91,10 @@ class KernelsConfig:
 
     shapes: list[str] = setting(help="names of benchmarks.kernels.SHAPES", factory=lambda: ["pma_4096_jagged", "pma_4096", "llm_8192"])
     baselines: list[str] = setting(help="flash_attn_4, cudnn_fp8", factory=lambda: ["flash_attn_4", "cudnn_fp8"])
+    works: list[str] = setting(
+        help="names of benchmarks.kernels_fused.all_works(): producers and consumers of the operands",
+        factory=lambda: ["norm-static-384-1.5", "backward-384-1.5"],
+    )
     rounds: int = setting(12, help="timed rounds")
     seconds: float = setting(0.0, help="stop starting new shapes after this many seconds; 0 for never")
     device: str = setting("auto", help="where to run")
@@ -205,6 +209,12 @@ def main(argv: Sequence[str]) -> int:
     unknown = [name for name in config.shapes if name not in SHAPES]
     if unknown:
         raise UserError(f"shapes = {unknown}: known are {', '.join(SHAPES)}")
+    from benchmarks.kernels_fused import all_works, run_works
+    from benchmarks.kernels_producers import table as works_table
+
+    unknown = [name for name in config.works if name not in all_works()]
+    if unknown:
+        raise UserError(f"works = {unknown}: known are {', '.join(all_works())}")
     start, results, table = time.monotonic(), [], []
     path = config.out / "forward.json"
     for name in config.shapes:
@@ -237,5 +247,11 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
     print(format_table(["shape", "variant", "ms", "TFLOP/s", "share of limit"], table))
-    print(f"\nwritten: {path}")
+    rows: list[dict] = []
+    for made in run_works(config.works, config.rounds, device):
+        rows += made
+        write_record(config.out / "fused.json", "kernels", config, rows, device)
+    if rows:
+        print(works_table(rows))
+    print(f"\nwritten: {path}{' and fused.json' if rows else ''}")
     return 0

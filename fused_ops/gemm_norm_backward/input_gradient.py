@@ -150,10 +150,12 @@ class InputGradient:
         b = thread.make_fragment_B(thread.partition_B(slab))
         columns = cute.make_rmem_tensor(self.runs, Float32)
         columns.fill(0.0)
-        step = grid // spec.cluster * spec.groups
+        first, step = bid // spec.cluster * spec.groups + group, grid // spec.cluster * spec.groups
         turn = Int32(0)
-        for tile in cutlass.range(bid // spec.cluster * spec.groups + group, cute.ceil_div(at.limit, TILE), step, unroll=1):
-            self.tile(mma, b, io, at, exchange, gains, columns, tile, step, turn)
+        found = cute.make_rmem_tensor((2, 2), Int32)
+        self.locate(io, at, first, found)
+        for tile in cutlass.range(first, cute.ceil_div(at.limit, TILE), step, unroll=1):
+            self.tile(mma, b, io, at, exchange, gains, columns, found, tile, step, turn)
             turn = turn + 1
         if const_expr(spec.need_norm):
             lane = tid % 32
@@ -184,35 +186,48 @@ class InputGradient:
             gains[i] = gain[column0 + i]
 
     @cute.jit
-    def locate(self, io, at, tile: Int32):
-        """Rows of this thread (``r`` and ``r + 8``), their sequences and their rows of the scales."""
+    def locate(self, io, at, tile: Int32, found: cute.Tensor):
+        """Rows of the scales and sequences of this thread's rows (``r`` and ``r + 8``) of a tile: ``found`` [2, 2]."""
         lane = cute.arch.lane_idx()
         row0 = tile * TILE + at.warp % 4 * 16 + lane // 4
-        rows, places, sequences = [row0, row0 + 8], [], []
         low, high = Int32(0), Int32(0)
         if const_expr(self.spec.lookup):
             low = search(io.offsets, Int32(0), at.batch, tile * TILE)
             high = search(io.offsets, low, at.batch, tile * TILE + TILE - 1)
         for i in cutlass.range_constexpr(2):
+            row = row0 + 8 * i
             if const_expr(self.spec.lookup):
-                b = search_alone(io.offsets, low, high, rows[i])
+                b = search_alone(io.offsets, low, high, row)
                 begin = Int32(io.offsets[b])
-                places.append(begin // GROUP + b + (rows[i] - begin) // GROUP)
-                sequences.append(b)
+                found[i, 0] = begin // GROUP + b + (row - begin) // GROUP
+                found[i, 1] = b
             else:
-                places.append(rows[i] // GROUP)
-                sequences.append(Int32(0))
-        return rows, places, sequences
+                found[i, 0] = row // GROUP
+                found[i, 1] = Int32(0)
 
     @cute.jit
-    def tile(self, mma, b: cute.Tensor, io, at, exchange, gains: cute.Tensor, columns: cute.Tensor, tile: Int32, step: Int32, turn: Int32):
-        """One tile of 64 rows, this CTA's columns."""
+    def tile(
+        self,
+        mma,
+        b: cute.Tensor,
+        io,
+        at,
+        exchange,
+        gains: cute.Tensor,
+        columns: cute.Tensor,
+        found: cute.Tensor,
+        tile: Int32,
+        step: Int32,
+        turn: Int32,
+    ):
+        """One tile of 64 rows, this CTA's columns. ``found``: of this tile, on return of the next."""
         spec = self.spec
         lane = cute.arch.lane_idx()
         quad = lane % 4
         chunks = spec.rows // DEPTH
         words = 4 if const_expr(spec.dk.mx) else 8
-        rows, places, sequences = self.locate(io, at, tile)
+        row0 = tile * TILE + at.warp % 4 * 16 + lane // 4
+        rows, places, sequences = [row0, row0 + 8], [found[0, 0], found[1, 0]], [found[0, 1], found[1, 1]]
         codes = cute.make_rmem_tensor((words, chunks, 2), Uint32)
         codes.fill(0)
         factors = cute.make_rmem_tensor((chunks, 2), Float32)
@@ -269,6 +284,8 @@ class InputGradient:
                         load_words(io.dv, rows[i], column, dvs[None, q, i])
                         if const_expr(spec.dv.mx):
                             dv_factors[q, i] = block_factor(io.dv_scale, places[i], column, spec.dv.width, spec.dv.static)
+        if tile + step < cute.ceil_div(at.limit, TILE):
+            self.locate(io, at, tile + step, found)
         warpgroup.wait_group(0)
 
         sums = [Float32(0.0), Float32(0.0)]

@@ -1,5 +1,7 @@
-"""Compile the GEMM + norm backward for sm_90a and report what ptxas made of it: ``python -m tests.fused_ops.gemm_norm_report``, one JSON line
-a kernel."""
+"""Compile the GEMM + norm backward for sm_90a and report what ptxas made of it, one JSON line a kernel:
+
+python -m tests.fused_ops.gemm_norm_report
+"""
 
 import json
 import os
