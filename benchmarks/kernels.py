@@ -95,6 +95,7 @@ class KernelsConfig:
         help="names of benchmarks.kernels_fused.all_works(): producers and consumers of the operands",
         factory=lambda: ["norm-static-384-1.5", "backward-384-1.5"],
     )
+    backward: bool = setting(True, help="also time the backward and the whole training call")
     rounds: int = setting(12, help="timed rounds")
     seconds: float = setting(0.0, help="stop starting new shapes after this many seconds; 0 for never")
     device: str = setting("auto", help="where to run")
@@ -215,6 +216,10 @@ def main(argv: Sequence[str]) -> int:
     unknown = [name for name in config.works if name not in all_works()]
     if unknown:
         raise UserError(f"works = {unknown}: known are {', '.join(all_works())}")
+    if config.backward:
+        from benchmarks.kernels_backward import run as run_backward
+
+        run_backward(config, {name: SHAPES[name] for name in config.shapes}, device)
     start, results, table = time.monotonic(), [], []
     path = config.out / "forward.json"
     for name in config.shapes:
