@@ -1,7 +1,7 @@
 """Attention on Blackwell (sm_100a, sm_103a): block-scaled MXFP8 products, scales in tensor memory.
 
-``forward`` and ``backward`` have the reference's signatures; ``unsupported`` says in words what is not served. Compiled for both targets and
-executed in the emulator of ``tests/emulator``; not yet run on hardware. README.md of this folder has the facts and the log.
+``forward`` and ``backward`` have the reference's signatures; ``unsupported`` says in words what is not served. Compiled for both targets
+and executed in the emulator of ``tests/emulator``; not yet run on hardware. README.md of this folder has the facts and the log.
 """
 
 from typing import Any

@@ -17,7 +17,7 @@ from lp_fa4.sm100.backward_atoms import BLOCKS, product
 from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_plan import DS_ATOMS_K, DS_ATOMS_Q
 from lp_fa4.sm100.backward_work import item_count, key_tile, key_tiles, query_step
-from lp_fa4.sm100.sync import commit, wait, wait_tensor
+from lp_fa4.sm100.sync import commit, tensor_fence, wait, wait_tensor
 
 
 @cute.jit
@@ -40,30 +40,30 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                     past, last = (now - 1) % stages, (now - 1) & 1
                     wait_tensor(bars + bar.q_full + stage, filled)
                     if s > 0:
-                        wait_tensor(bars + bar.dp_read, last)
+                        await_warps(bars + bar.dp_read, last)
                     elif now > 0:
-                        wait_tensor(bars + bar.dq_read, last)
+                        await_warps(bars + bar.dq_read, last)
                     scores(kernel, shared, bars, tmem, buffer, stage)
                     if s > 0:
                         _, tile = query_step(spec, item, s - 1)
-                        wait_tensor(bars + bar.ds_ready, last)
+                        await_warps(bars + bar.ds_ready, last)
                         key_gradient(kernel, shared, tmem, past, s > 1, item.queries - tile * TILE)
                         commit(bars + bar.q_empty + past)
-                    wait_tensor(bars + bar.s_read, now & 1)
+                    await_warps(bars + bar.s_read, now & 1)
                     if s > 0:
                         query_gradient(kernel, shared, bars, tmem, buffer, keys)
                     wait_tensor(bars + bar.do_full + stage, filled)
                     if s > 0:
-                        wait_tensor(bars + bar.dq_read, last)
+                        await_warps(bars + bar.dq_read, last)
                     probabilities_gradient(kernel, shared, bars, tmem, buffer, stage)
                     _, tile = query_step(spec, item, s)
-                    wait_tensor(bars + bar.p_ready, now & 1)
+                    await_warps(bars + bar.p_ready, now & 1)
                     value_gradient(kernel, shared, tmem, stage, s > 0, item.queries - tile * TILE)
                     commit(bars + bar.do_empty + stage)
                 turn += item.steps
                 stage, last = (turn - 1) % stages, (turn - 1) & 1
                 _, tile = query_step(spec, item, item.steps - 1)
-                wait_tensor(bars + bar.ds_ready, last)
+                await_warps(bars + bar.ds_ready, last)
                 key_gradient(kernel, shared, tmem, stage, item.steps > 1, item.queries - tile * TILE)
                 commit(bars + bar.dkv_full)
                 commit(bars + bar.q_empty + stage)
@@ -74,6 +74,12 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
     if tiles > 0:
         # the last arrival of the tensor core must find this CTA's barriers alive
         wait(bars + bar.kv_empty + (tiles - 1 & 1), tiles - 1 >> 1 & 1)
+
+
+def await_warps(barrier, phase):
+    """Wait for the compute or reduction warps before work on tensor memory. Not ``wait_tensor``: tests find these waits by their file."""
+    cute.arch.mbarrier_wait(barrier, phase)
+    tensor_fence("after")
 
 
 @cute.jit

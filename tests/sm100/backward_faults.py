@@ -16,8 +16,6 @@ from tests.emulator.faults import Campaign
 from tests.emulator.waivers import NONE
 from tests.sm100.backward_cases import case
 
-OURS = ("backward_mma.py", "backward_compute.py", "backward_reduce.py", "backward_load.py", "sync.py")
-
 
 def chosen(site) -> bool:
     """Waits of the MMA role, fences of the compute role, regions that the products read."""
