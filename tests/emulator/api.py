@@ -42,7 +42,7 @@ def schedules(n: int, seed: int = 0) -> list[Schedule]:
 
 @dataclass
 class Result:
-    """What a call did: launches, statistics per launch, race reports."""
+    """What a call did: launches, race reports, and a finished machine per launch (counts only: memory is released)."""
 
     schedule: Schedule
     launches: list[Launch] = field(default_factory=list)
@@ -76,13 +76,15 @@ def run(
     step_limit: int = DEFAULT_STEP_LIMIT,
     fidelity: Any = None,
     column_hook: Any = None,
+    muted: frozenset[int] = frozenset(),
 ) -> Machine:
-    """Execute one launch; returns the finished machine.
+    """Execute one launch; returns the finished machine: its counts, tally and reports, no memory.
 
     Args:
         check: run the race checker; gangs are one warp wide then.
         waivers: what the checker lets pass for this kernel (``check.Waivers``).
         collect: leave the checker's reports in ``machine.reports`` instead of raising.
+        muted: instructions whose edges the race checker leaves out while the run itself is unchanged (``faults.py``).
 
     Raises:
         EmulatorError: with the schedule that led to it appended; ``RaceError`` if the checker reports anything.
@@ -105,12 +107,14 @@ def run(
         compiled=compiled(launch.ptx, launch.name, fidelity),
         fidelity=fidelity,
     )
-    machine.column_hook = column_hook
+    machine.column_hook, machine.muted = column_hook, muted
     try:
         machine.run()
     except EmulatorError as error:
         error.add_note(f"kernel {launch.name[:80]}, schedule {chosen}")
         raise
+    finally:
+        machine.release()
     if machine.reports and not collect:
         text = "\n".join(str(r) for r in machine.reports[:8])
         raise RaceError(f"{len(machine.reports)} reports, kernel {launch.name[:80]}, schedule {chosen}\n{text}")

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from .check_registers import Registers, layout
 from .errors import EmulatorError
 from .memory import CTA_SHIFT, TensorMemory
 from .numerics import i32
@@ -50,7 +51,7 @@ class Report:
     first: str
     second: str
     missing: str
-    lines: tuple[int, int]
+    lines: tuple[int, Any]
 
     def __str__(self) -> str:
         before = f"\n  earlier: {self.first}" if self.first else ""
@@ -61,20 +62,21 @@ class Report:
 class Waivers:
     """Known omissions of a kernel, by name; each needs a reason where it is used.
 
+    Each names source lines (``file.py:line``, of the instruction said below), so that the same omission elsewhere in the
+    kernel is still reported.
+
     Attributes:
-        early_use: registers of a ``tcgen05.ld`` may be used before ``wait::ld`` (the hardware's register scoreboard holds
-            the use); the wait is still needed before anything else may touch those columns.
-        completes_on_use: the first use of a ``tcgen05.ld``'s registers counts as its ``wait::ld``.
-        unfenced_reads: an asynchronous write may follow a generic read with no proxy fence between.
-        in_flight_at_exit: the last asynchronous arrivals may come after the CTA's last warp has gone.
-        uninitialised: reads of never-written shared or tensor memory are not reported.
+        early_use: of ``tcgen05.ld``s whose registers may be used before ``wait::ld`` (the hardware's register scoreboard
+            holds the use); the wait is still needed before anything else may touch those columns.
+        completes_on_use: of ``tcgen05.ld``s for which the first use of their registers counts as the ``wait::ld``.
+        in_flight_at_exit: of asynchronous operations whose arrival may come after the CTA's last warp has gone.
+        uninitialised: of reads of never-written shared or tensor memory.
     """
 
-    early_use: bool = False
-    completes_on_use: bool = False
-    unfenced_reads: bool = False
-    in_flight_at_exit: bool = False
-    uninitialised: bool = False
+    early_use: frozenset[str] = frozenset()
+    completes_on_use: frozenset[str] = frozenset()
+    in_flight_at_exit: frozenset[str] = frozenset()
+    uninitialised: frozenset[str] = frozenset()
 
 
 class Shadow:
@@ -120,8 +122,13 @@ class Clock:
         self.vc = np.zeros((2, checker.capacity), i32)
         self.vc[:, self.agent] = (1, 0)
         self.published: np.ndarray | None = None
-        #: waits and fences that brought something new, not yet followed by an action of this warp
+        #: waits that brought something new, not yet followed by an action of this warp
         self.pending_marks: list[int] = []
+        #: what muted waits did not bring (see ``Machine.muted``)
+        self.withheld: np.ndarray | None = None
+        plan = layout(checker.machine.compiled)
+        #: times of register accesses, for ``wgmma.fence``
+        self.registers = Registers(plan) if plan.has_products else None
         #: register → the load that fills it, and that load's epoch
         self.tainted: dict[tuple[Any, int], tuple[Instr, int]] = {}
 
@@ -143,8 +150,15 @@ class Clock:
             return into
         return self.published if into is None else np.maximum(into, self.published)
 
-    def acquire(self, other: np.ndarray | None) -> None:
+    def acquire(self, other: np.ndarray | None, by: str = "") -> None:
+        """Learn what an edge brings; ``by`` names it, for what is found out about muted waits."""
         if other is not None:
+            if self.withheld is not None:
+                missing = self.withheld > self.vc
+                n = int((missing & (other >= self.withheld))[0].sum())
+                if n:
+                    covers = self.checker.machine.covers
+                    covers[by] = covers.get(by, 0) + n
             own = self.vc[0, self.agent]
             np.maximum(self.vc, other, out=self.vc)
             self.vc[0, self.agent] = own
@@ -155,9 +169,11 @@ class Clock:
             if "tensormap::generic" in parts:
                 self.checker.tensormap_fence(g, I)
             elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and "global" not in parts:
+                if I.index in self.checker.machine.muted:
+                    return
                 touched = self.checker.generic_touches
                 if ((self.vc[1] < touched) & (self.vc[0] > self.vc[1])).any():
-                    self.pending_marks.append(I.index)
+                    self.checker.fence_marks.append((I.index, self.agent, int(self.vc[0, self.agent])))
                 np.maximum(self.vc[1], self.vc[0], out=self.vc[1])
                 self.vc[0, self.agent] += 1
             return
@@ -176,14 +192,14 @@ class Clock:
             if origin not in self.tainted:
                 continue
             source, epoch = self.tainted[origin]
-            if checker.waivers.completes_on_use and source.parts[0] != "wgmma":
+            if source.loc in checker.waivers.completes_on_use:
                 agent = checker.keys["ld", g.cta.rank, g.first_warp]
                 self.vc[:, agent] = np.maximum(self.vc[:, agent], epoch)
-            elif not checker.waivers.early_use:
+            elif source.loc not in checker.waivers.early_use:
                 wait = "wgmma.wait_group" if source.parts[0] == "wgmma" else "tcgen05.wait::ld"
                 checker.report(
                     "value read early", f"register {reg}", source.where(), g.where(I),
-                    f"{wait} between the load and this use", (source.index, I.index),
+                    f"{wait} between the load and this use", (source.index, I.loc),
                 )  # fmt: skip
         loads = self.tainted
         self.tainted = {r: loads[o] for r, o in after.items() if o in loads}
@@ -277,6 +293,9 @@ class Checker:
         self.site_keys: dict[tuple[int, int], int] = {}
         self.sequence: dict[int, int] = {}
         self.queues: dict[int, _Queue] = {}
+        #: proxy fences that carried something over, as (instruction, warp's agent, epoch): no asynchronous access is yet
+        #: known to come after
+        self.fence_marks: list[tuple[int, int, int]] = []
         self.taint_cache: dict[Any, Any] = machine.compiled.__dict__.setdefault("taint_cache", {})
         self.seen: set[Any] = set()
         self.tensormaps: dict[int, Any] = machine.__dict__.setdefault("tensormap_writes", {})
@@ -307,7 +326,7 @@ class Checker:
         return found
 
     # --- reports -----------------------------------------------------------------------------------------------------
-    def report(self, kind: str, place: str, first: str, second: str, missing: str, lines: tuple[int, int]) -> None:
+    def report(self, kind: str, place: str, first: str, second: str, missing: str, lines: tuple[int, Any]) -> None:
         key = (kind, lines)
         if key in self.seen or len(self.machine.reports) >= MAX_REPORTS:
             return
@@ -355,6 +374,11 @@ class Checker:
         g.clock.acted()
         if not asynchronous and space == "shared":
             self.generic_touches[agent] = epoch
+        elif asynchronous and space == "shared" and self.fence_marks:
+            after = {i for i, a, e in self.fence_marks if vc[0][a] > e}
+            if after:
+                self.machine.ordered |= after
+                self.fence_marks = [x for x in self.fence_marks if x[0] not in after]
         agents, epochs = shadow.agent[idx], shadow.epoch[idx]
         known = vc[0][agents]
         if asynchronous and space == "shared":
@@ -372,7 +396,7 @@ class Checker:
             kind = ("write after write" if write else "read after write") if unordered else "missing proxy fence"
             self._race(kind, space, cell, int(agents[i]), int(shadow.site[cell]), g, I, not unordered)
         if write:
-            crossing = asynchronous and space == "shared" and not self.waivers.unfenced_reads
+            crossing = asynchronous and space == "shared"
             for r, last in shadow.last_read.items():
                 row = 1 if crossing and self.generic_touches[r] else 0
                 known_reads = vc[row][r]
@@ -389,7 +413,7 @@ class Checker:
             shadow.asynchronous[idx] = asynchronous
             shadow.site[idx] = site
         else:
-            if not self.waivers.uninitialised and not epochs.all():
+            if not epochs.all() and I.loc not in self.waivers.uninitialised:
                 cell = self._cell(idx, int(np.argmin(epochs)))
                 self._uninitialised(space, cell, g, I)
             read_epochs, read_sites = shadow.reader(agent)
@@ -481,9 +505,14 @@ class Checker:
 
     def barrier_acquire(self, g: Any, I: Instr, b: Any) -> None:
         self._initialised(g, I, b)
-        if b.released is not None and (b.released > g.clock.vc).any():
+        new = b.released is not None and (b.released > g.clock.vc).any()
+        if new and I.index in self.machine.muted:
+            c = g.clock
+            c.withheld = b.released.copy() if c.withheld is None else np.maximum(c.withheld, b.released)
+            return
+        if new:
             g.clock.pending_marks.append(I.index)
-        g.clock.acquire(b.released)
+        g.clock.acquire(b.released, I.loc)
 
     # --- asynchronous operations ---------------------------------------------------------------------------------------
     def issue_on_barrier(self, g: Any, I: Instr, address: int) -> Token:
@@ -600,6 +629,8 @@ class Checker:
     def tmem_wait(self, g: Any, I: Instr, kind: str) -> None:
         agent = self.new_agent((kind, g.cta.rank, g.first_warp))
         epoch = self.sequence.setdefault(agent, 1)
+        if I.index in self.machine.muted:
+            return
         if self.tmem.last_touch.get(agent, 0) > g.clock.vc[0, agent]:
             g.clock.pending_marks.append(I.index)
         np.maximum(g.clock.vc[:, agent], epoch, out=g.clock.vc[:, agent])
@@ -641,13 +672,13 @@ class Checker:
 
     def finish(self) -> None:
         """The cluster ended: nobody may touch a CTA's shared memory after all its warps have gone."""
-        if self.waivers.in_flight_at_exit:
-            return
         for cta, touches in zip(self.cluster.ctas, self.touches, strict=True):
             end = np.max([g.clock.vc for g in cta.gangs], axis=0)[0]
             for agent, (epoch, site) in touches.items():
                 if epoch > end[agent]:
                     g, I = self.sites[site]
+                    if I.loc in self.waivers.in_flight_at_exit:
+                        continue
                     self.report(
                         "CTA exits while its shared memory or barriers are in use", f"CTA {cta.ctaid}", g.where(I), "exit of its last warp",
                         "a wait (producer tail, cluster barrier) before the exit", (I.index, -1),

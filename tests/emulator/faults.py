@@ -25,16 +25,23 @@ from .errors import EmulatorError
 from .kernels import Case
 from .simt import ENGINE, Compiled
 
-KINDS = ("mbarrier wait", "tcgen05.wait", "wgmma wait", "proxy fence", "TMEM region")
+KINDS = ("mbarrier wait", "tcgen05.wait", "wgmma wait", "wgmma fence", "proxy fence", "TMEM region")
 
 
 @dataclass
 class Site:
     """A place to plant a fault: an instruction of a kernel, or a TMEM region (role, first column, width).
 
-    ``slept``: it put a warp to sleep in some unplanted run. ``acts``: it brought its warp knowledge (for a fence: generic
-    writes not yet carried over) and the warp then touched memory, issued or released something. A wait that is followed
-    only by the warp's exit (a producer's tail) orders nothing.
+    ``slept``: it put a warp to sleep in some unplanted run. ``acts``: it ordered something in some unplanted run, which is
+    decided by the run's own clocks:
+
+    * a wait: it brought its warp knowledge that the warp had not (some agent's clock grew), and the warp then touched
+      memory, issued an operation or released. A wait followed only by the warp's exit (a producer's tail) orders nothing.
+    * a proxy fence: it carried generic accesses to the async proxy that had not been, and an asynchronous access of shared
+      memory came after it in happens-before.
+    * a ``wgmma.fence``: it was its warp's first before a product, or a product's registers had been touched since the
+      fence before.
+    * a TMEM region: always.
     """
 
     kernel: str
@@ -46,6 +53,8 @@ class Site:
     acts: bool = False
     slept: bool = False
     caught: str = ""
+    #: for an acting site that was missed: what the runs say with this site's edge left out
+    explained: str = ""
 
 
 @dataclass
@@ -71,6 +80,8 @@ def _kind(opcode: str) -> str | None:
         return "tcgen05.wait"
     if opcode.startswith("wgmma.wait_group"):
         return "wgmma wait"
+    if opcode.startswith("wgmma.fence"):
+        return "wgmma fence"
     if opcode.startswith("fence.proxy"):
         return "proxy fence"
     return None
@@ -103,9 +114,13 @@ class Campaign:
         self.programs: dict[str, Compiled] = {}
         self.regions: dict[str, Regions] = {}
         self.sites: list[Site] = []
+        #: sites that are not in ``sites`` because no unplanted run reaches them
+        self.unexecuted = 0
 
-    def _run(self, s: api.Schedule, hooks: dict[str, Any] | None = None) -> tuple[str, api.Result | None]:
-        """One run of the case: what was seen ("" if nothing), and the result."""
+    def _run(
+        self, s: api.Schedule, hooks: dict[str, Any] | None = None, muted: tuple[str, int] | None = None
+    ) -> tuple[str, api.Result | None]:
+        """One run of the case: what was seen ("" if nothing), and the result. ``muted``: kernel and instruction."""
         result = api.Result(s)
         runtime = capture.runtime()
 
@@ -113,6 +128,7 @@ class Campaign:
             machine = api.run(
                 launch, capture.device_memory.extents, s, check=True, waivers=self.waivers, collect=True,
                 step_limit=self.limit, column_hook=(hooks or {}).get(launch.name),
+                muted=frozenset([muted[1]] if muted and muted[0] == launch.name else []),
             )  # fmt: skip
             result.launches.append(launch)
             result.machines.append(machine)
@@ -241,6 +257,64 @@ class Campaign:
                 f"{site.caught or 'MISSED'} ({time.time() - t:.1f} s)"
             )
 
+    def document(self) -> dict[str, Any]:
+        """Totals and every site, for a file."""
+        executed = [x for x in self.sites if x.executed]
+        acting = [x for x in executed if x.acts]
+        sites = []
+        for x in executed:
+            d = asdict(x)
+            d["kernel"] = x.kernel[:70]
+            sites.append({k: v for k, v in d.items() if k != "executed" and v not in ("", None)})
+        return {
+            "case": self.case.name, "arch": self.case.arch, "schedules": [str(s) for s in self.schedules],
+            "sites": len(self.sites) + self.unexecuted, "executed": len(executed), "slept_or_act": sum(x.slept or x.acts for x in executed),
+            "act": len(acting), "caught_of_acting": sum(bool(x.caught) for x in acting),
+            "caught": sum(bool(x.caught) for x in executed), "each": sites,
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, documents: list[dict[str, Any]]) -> Campaign:
+        """The whole of a campaign whose parts ran apart; its sites in program order."""
+        first = documents[0]
+        named = {(d["case"], d["arch"], *d["schedules"]) for d in documents}
+        if len(named) != 1:
+            raise ValueError(f"documents of different campaigns: {sorted(named)}")
+        schedules = [api.Schedule(n, int(seed)) for n, seed in (x.split(":") for x in first["schedules"])]
+        out = cls(Case(first["case"], first["arch"], None, lambda: None, lambda value: None), None, schedules)
+        out.sites = [Site(**x, executed=True) for d in documents for x in d["each"]]
+        out.sites.sort(key=lambda x: (x.kernel, x.unit < 0, x.unit, x.where))
+        out.unexecuted = sum(d["sites"] - d["executed"] for d in documents)
+        return out
+
+    def explain(self) -> None:
+        """For each acting site that was missed: run the kernel as it is, but with this site's edge left out of the clocks.
+
+        No report under any schedule: everything that the site orders is ordered by other edges too, and the edges that
+        brought the same knowledge to that warp are named.
+        """
+        for site in self.sites:
+            if not site.acts or site.caught or site.kind not in ("mbarrier wait", "tcgen05.wait", "proxy fence"):
+                continue
+            index = self.programs[site.kernel].units[site.unit].instrs[0].index
+            covers: dict[str, int] = {}
+            seen = []
+            for s in self.schedules:
+                what, result = self._run(s, muted=(site.kernel, index))
+                if what:
+                    seen.append(f"{s}: {what}")
+                for machine in result.machines if result else []:
+                    for by, n in machine.covers.items():
+                        covers[by] = covers.get(by, 0) + n
+            if seen:
+                site.explained = f"orders something that the planted runs did not need: {seen[0]}"
+            else:
+                by = ", ".join(f"{k} ({n})" for k, n in sorted(covers.items(), key=lambda x: -x[1])[:4])
+                site.explained = f"redundant under {len(self.schedules)} schedules; what it brings " + (
+                    f"comes too by {by}" if by else "comes by no later edge, and nothing needs it"
+                )
+            self.log(f"{site.kind} {site.where}: {site.explained}")
+
     def table(self) -> str:
         lines = [
             f"### {self.case.name} ({self.case.arch})",
@@ -263,7 +337,7 @@ class Campaign:
             "",
             *(
                 f"* missed{'' if x.acts else ' (slept, orders nothing)' if x.slept else ' (never sleeps or acts)'}: "
-                f"{x.kind}, {x.where}, kernel {x.kernel[:60]}"
+                f"{x.kind}, {x.where}{'; ' * bool(x.explained)}{x.explained}"
                 for x in missed
             ),
         ]
@@ -303,9 +377,17 @@ def main() -> None:
     parser.add_argument("--site", type=int, action="append", help="only this site (1-based, as logged)")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--schedules", type=int, default=4)
-    parser.add_argument("--out", type=Path, help="write every site as JSON")
+    parser.add_argument("--part", help="i/n: plant only every n-th site, from the i-th (0-based) on")
+    parser.add_argument("--merge", type=Path, nargs="+", help="documents of all parts of one campaign: print and write the whole")
+    parser.add_argument("--out", type=Path, help="write totals and every site as JSON")
     args = parser.parse_args()
     cases = campaign_cases()
+    if args.merge:
+        merged = Campaign.of([json.loads(path.read_text()) for path in args.merge])
+        print(merged.table())
+        if args.out:
+            args.out.write_text(json.dumps(merged.document(), indent=1) + "\n")
+        return
     if args.list or args.case not in cases:
         print("\n".join(cases))
         return
@@ -317,11 +399,15 @@ def main() -> None:
     print(f"baseline clean under {[str(s) for s in campaign.schedules]}, {len(campaign.sites)} sites", file=sys.stderr)
     if args.site:
         campaign.sites = [campaign.sites[i - 1] for i in args.site]
+    if args.part:
+        first, step = map(int, args.part.split("/"))
+        campaign.sites = campaign.sites[first::step]
     campaign.plant()
+    campaign.explain()
     print(campaign.table())
     print(f"\n{time.time() - started:.0f} s", file=sys.stderr)
     if args.out:
-        args.out.write_text(json.dumps([asdict(x) for x in campaign.sites], indent=1))
+        args.out.write_text(json.dumps(campaign.document(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,18 @@ class Cluster:
             self.checker = machine.make_checker(self)
             self.memory.checker = self.checker
 
+    def release(self) -> None:
+        """Drop memory, registers and shadow state now: they sit in reference cycles, and the cycle collector counts
+        objects, not bytes."""
+        for g in self.gangs:
+            g.memory = g.clock = None
+            g.release()
+        for cta in self.ctas:
+            cta.gangs, cta.tmem = [], None
+            cta.__dict__.pop("warpgroups", None)
+        self.gangs, self.memory, self.checker = [], None, None
+        self.barriers, self.pair_allocations, self.cluster_barrier = {}, {}, None
+
 
 class Machine:
     """One launch in execution.
@@ -123,6 +135,10 @@ class Machine:
         self.wait_counts: dict[int, list[int]] = {}
         #: instructions whose wait or fence brought its warp anything new (race checker)
         self.ordered: set[int] = set()
+        #: waits and fences (instruction index) that work but bring the race checker's clocks nothing; and by which edges
+        #: what they would have brought came all the same, in agents
+        self.muted: frozenset[int] = frozenset()
+        self.covers: dict[str, int] = {}
         self.reports: list[Any] = []
         #: fault harness: (role, column) → column
         self.column_hook: Any = None
@@ -213,6 +229,15 @@ class Machine:
         for cta in cluster.ctas:
             if cta.tmem.allocated:
                 raise EmulatorError(f"CTA {cta.ctaid} ended with TMEM allocated: {cta.tmem.allocated}")
+        cluster.release()
+
+    def release(self) -> None:
+        """Drop memory, registers and operations in flight; counts, tally, reports and launch stay."""
+        for cluster in self.resident:
+            cluster.release()
+        self.resident, self.pending, self.async_queues = [], deque(), {}
+        self.__dict__.pop("tensormap_writes", None)
+        self.scheduler = self.column_hook = None
 
     def run(self) -> None:
         """Run the whole grid.

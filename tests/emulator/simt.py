@@ -296,6 +296,13 @@ class Gang:
         warps = f"warp {self.first_warp}" if self.W == 32 else f"warps {self.first_warp}-{self.first_warp + self.W // 32 - 1}"
         return f"CTA {self.cta.ctaid} {warps}: {I.where()}"
 
+    def release(self) -> None:
+        """Drop the registers; the gang still knows its place, for messages."""
+        for name in ("U", "S", "F", "D", "L", "E", "H", "h", "f", "X", "U2", "H2", "P", "Q", "local", "local_base", "shared_base"):
+            setattr(self, name, None)
+        self.state = {}
+        self._special = {}
+
     # --- running ---------------------------------------------------------------------------------------------------
     @property
     def done(self) -> bool:
@@ -324,6 +331,7 @@ class Gang:
         progress, turns, steps = False, QUANTUM, 0
         hits = machine.hits
         taint_step = None if self.clock is None else self.clock.taint_step
+        registers = None if self.clock is None else self.clock.registers
         while fragments:
             if len(fragments) == 1:
                 f = fragments[0]
@@ -344,6 +352,8 @@ class Gang:
                 hits[f.pc] += 1
                 if taint_step is not None and self.clock.tainted:
                     taint_step(self, unit, f.mask)
+                if registers is not None:
+                    registers.step(f.pc)
                 if kind == STRAIGHT:
                     if f.full:
                         unit.full(self, None)

@@ -1,6 +1,9 @@
 """The emulator itself, on kernels of a few lines: semantics, faults it must stop at, races it must see."""
 
+import gc
 import struct
+import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -217,9 +220,13 @@ def test_two_warps_exchange_through_shared_memory(schedule):
         run(EXCHANGE.format(sync=""), block=64, shared=256, check=True, schedule=schedule)
 
 
+#: where hand-written PTX is: it has no source lines
+UNNAMED = frozenset({""})
+
+
 def test_a_race_report_names_both_accesses_and_the_missing_edge():
     with pytest.raises(RaceError) as caught:
-        run(EXCHANGE.format(sync=""), block=64, shared=256, check=True, waivers=Waivers(uninitialised=True))
+        run(EXCHANGE.format(sync=""), block=64, shared=256, check=True, waivers=Waivers(uninitialised=UNNAMED))
     text = str(caught.value)
     assert "st.shared.b32" in text and "ld.shared.b32" in text and "a barrier from warp" in text and "shared 0x" in text
 
@@ -332,7 +339,37 @@ def test_tensor_memory_needs_its_waits(schedule):
 def test_dealloc_while_a_load_is_in_flight():
     out = torch.zeros(128, dtype=torch.int32)
     with pytest.raises(RaceError, match="wait::ld"):
-        run(TMEM.format(**{**TMEM_PARTS, "ld": ""}), out, block=128, shared=64, check=True, waivers=Waivers(early_use=True))
+        run(TMEM.format(**{**TMEM_PARTS, "ld": ""}), out, block=128, shared=64, check=True, waivers=Waivers(early_use=UNNAMED))
+
+
+def test_a_waiver_holds_at_its_line_only():
+    out = torch.zeros(128, dtype=torch.int32)
+    early = TMEM.format(**{**TMEM_PARTS, "ld": "", "late": "tcgen05.wait::ld.sync.aligned;"})
+    run(early, out, block=128, shared=64, check=True, waivers=Waivers(early_use=UNNAMED))
+    with pytest.raises(RaceError, match="value read early"):
+        run(early, out, block=128, shared=64, check=True, waivers=Waivers(early_use=frozenset({"kernel.py:7"})))
+
+
+def test_a_finished_run_holds_no_memory():
+    machine = run(EXCHANGE.format(sync="bar.sync 0;"), block=64, shared=256, check=True)
+    assert machine.steps > 0 and not machine.resident and not machine.async_queues
+    launched = weakref.WeakSet()
+    from tests.emulator import machine as module
+
+    class Watched(module.Cluster):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            launched.add(self.memory)
+
+    gc.disable()
+    try:
+        with mock.patch.object(module, "Cluster", Watched):
+            run(EXCHANGE.format(sync="bar.sync 0;"), block=64, shared=256, check=True)
+            with pytest.raises(RaceError):
+                run(EXCHANGE.format(sync=""), block=64, shared=256, check=True)
+        assert not launched  # without the cycle collector
+    finally:
+        gc.enable()
 
 
 CLUSTER = """

@@ -262,6 +262,56 @@ def test_not_committed_is_not_waited_for():
     assert np.isnan(p.execute(FENCE + p.mma() + WAIT, schedule=LAZY)).all()
 
 
+# --- wgmma: the fence between registers and products ----------------------------------------------------------------
+TOUCH = {
+    "nothing": "",
+    "a copy of the sums": "mov.b32 %d64, %d0;\n",
+    "sums renamed": "mov.b64 %rd25, {%d0, %d1};\nmov.b64 {%d0, %d1}, %rd25;\n",
+    "sums written": "add.f32 %d1, %d1, %d1;\n",
+    "sums set": "mov.b32 %d1, 0;\n",
+    "sums read": "add.f32 %d64, %d1, %d1;\n",
+    "written, then renamed": "add.f32 %d64, %d64, %d64;\nmov.b32 %d1, %d64;\n",
+    "A written": "xor.b32 %a2, %a2, %a2;\n",
+    "A loaded": "ld.shared.b32 %a2, [%r1+1024];\n",
+    "A set under a predicate": "@%p0 mov.b32 %a3, %a2;\n",
+}
+HARMLESS = ("nothing", "a copy of the sums", "sums renamed")
+
+
+@pytest.mark.parametrize("schedule", [EAGER, api.Schedule("pct", 3)], ids=str)
+@pytest.mark.parametrize("touch", TOUCH)
+def test_a_register_access_before_a_product_needs_a_fence(touch, schedule):
+    p = Product(16, "e4m3", registers=True)
+    rest = p.mma(accumulate=1) + COMMIT + WAIT
+    between = FENCE + p.mma() + COMMIT + WAIT + TOUCH[touch]
+    p.execute(between + FENCE + rest, check=True, schedule=schedule)
+    if touch in HARMLESS:
+        p.execute(between + rest, check=True, schedule=schedule)
+        return
+    with pytest.raises(RaceError, match=r"missing wgmma\.fence"):
+        p.execute(between + rest, check=True, schedule=schedule)
+
+
+def test_the_first_product_needs_a_fence():
+    p = Product(16, "bf16")
+    with pytest.raises(RaceError, match=r"missing wgmma\.fence at first product"):
+        p.execute(p.mma() + COMMIT + WAIT, check=True)
+    chain = "".join(Product(16, "bf16", k_steps=2).mma(s, accumulate=s) for s in range(2))
+    Product(16, "bf16", k_steps=2).execute(FENCE + chain + COMMIT + WAIT, check=True)
+
+
+def test_products_of_two_shapes_on_the_same_sums_need_a_fence():
+    p = Product(16, "bf16", swizzle=32, k_steps=1)
+    smaller = p.mma().replace("m64n16k16", "m64n8k16").replace(", %d4, %d5, %d6, %d7", "")
+    for fence in (FENCE, ""):
+        body = FENCE + p.mma() + COMMIT + WAIT + fence + smaller + COMMIT + WAIT
+        if fence:
+            p.execute(body, check=True)
+        else:
+            with pytest.raises(RaceError, match=r"missing wgmma\.fence at accumulators"):
+                p.execute(body, check=True)
+
+
 OVERWRITE = """
 mul.wide.u32 %rd30, %r0, 16;
 cvt.u32.u64 %r10, %rd30;

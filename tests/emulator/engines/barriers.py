@@ -30,7 +30,7 @@ class GenerationWait(Wait):
         if self.barrier.generation == self.generation:
             return False
         if self.gang.clock is not None:
-            self.gang.clock.acquire(self.barrier.released)
+            self.gang.clock.acquire(self.barrier.released, self.barrier.name)
         return True
 
     def describe(self) -> str:
@@ -70,7 +70,7 @@ def _named(g: Any, I: Instr, m: np.ndarray, wait: bool) -> list[tuple[np.ndarray
         except BarrierError as error:
             raise BarrierError(f"{error}; {g.where(I)}") from None
         if wait and full and g.clock is not None:
-            g.clock.acquire(b.released)
+            g.clock.acquire(b.released, b.name)
         parts.append((lanes, waiting if wait and not full else None))
     return parts
 

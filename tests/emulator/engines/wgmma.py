@@ -64,6 +64,8 @@ class Shape:
         trans = [x.value for x in flags[2:]]
         self.b_mn_major = bool(trans and trans[-1])
         self.a_mn_major = bool(len(trans) == 2 and trans[0])
+        #: products of one code have one shape
+        self.code = 1 + self.n * 64 + self.k
 
 
 def _indices(I: Instr, vec: Any, count: int) -> np.ndarray:
@@ -289,6 +291,7 @@ def mma_async(g: Any, I: Instr, m: np.ndarray) -> None:
         complete = product.join(group, g, warp, lanes, descriptors, accumulate)
         _groups(g, warp).open.append(product)
         if g.clock is not None:
+            g.clock.registers.product(g, I, s.code)
             for r in A[0].items:
                 g.clock.tainted[r.cls, r.idx] = (I, number)
         if complete:
@@ -368,8 +371,10 @@ def _first(g: Any, product: Product) -> int:
 
 @op("wgmma.fence", aligned=True, allow="sync aligned")
 def fence(g: Any, I: Instr, m: np.ndarray) -> None:
-    """Orders the warp's accesses to registers and to shared memory before its next products."""
+    """Orders the warp's accesses to registers before its next products (``check_registers.py``)."""
     _warps(g, I, m)
+    if g.clock is not None and g.clock.registers is not None:
+        g.clock.registers.fence(I)
 
 
 @op("wgmma.commit_group", aligned=True, allow="sync aligned")
