@@ -7,6 +7,26 @@ QUERY_TILE = 128
 KEY_TILE = 128
 """Keys of a tile: V^T then has exactly one 128-byte swizzle row per head column. 96, 160 and 224 lose half the speed."""
 
+FEW_KEYS = 256
+"""Keys of a CTA of ``forward_few``."""
+FEW_COLUMNS = (16, 64)
+"""Its widths: query rows times heads of a group, rounded up."""
+
+
+@dataclass(frozen=True)
+class FewSpec:
+    """Compile key of ``forward_few``; names as in ``ForwardSpec``. ``columns``: a member of ``FEW_COLUMNS``."""
+
+    head_dim: int
+    columns: int
+    group: int = 1
+    centred: bool = True
+    shared: bool = True
+    key_scale: int = 0
+    value_scale: int = 0
+    query_static: bool = True
+    p_scale_log2: int = 7
+
 
 @dataclass(frozen=True)
 class ForwardSpec:

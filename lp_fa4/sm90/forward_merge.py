@@ -1,7 +1,8 @@
 """Splits of a sequence's keys merged into one result, in a fixed order.
 
 Every split left O, row sum, reference and maximum of its keys, each relative to its own reference; with centred P all
-splits of a sequence share the mean that gives the centre. One warp merges one query row of one head.
+splits of a sequence share the mean that gives the centre. One CTA merges one query row of one head: its warps take
+splits in turn, each adds its own up, and the four sums are added in order.
 """
 
 import cutlass
@@ -25,8 +26,32 @@ class Output:
         self.lse, self.maximum, self.sum = lse, maximum, total
 
 
+@cute.jit
+def over_warps(x: Float32, scratch: cute.Tensor, which: cutlass.Constexpr) -> Float32:
+    """Maximum over a CTA of ``WARPS`` warps. ``scratch [WARPS, ...]`` in shared memory; a barrier inside."""
+    tid, _, _ = cute.arch.thread_idx()
+    for i in cutlass.range_constexpr(5):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i))
+    if tid % 32 == 0:
+        scratch[tid // 32, which] = x
+    cute.arch.sync_threads()
+    best = scratch[0, which]
+    for w in cutlass.range_constexpr(1, WARPS):
+        best = cute.arch.fmax(best, scratch[w, which])
+    return best
+
+
+@cute.jit
+def load_columns(parts: cute.Tensor, index, out: cute.Tensor):
+    """The lane's neighbouring columns of one part."""
+    width = cute.size(out)
+    pointer = parts.iterator + cute.crd2idx(index, parts.layout)
+    source = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=4 * width)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(width)), out)
+
+
 class Merge:
-    """Rows of a grid ``[batch, heads, queries]``, one warp each."""
+    """Rows of a grid ``[batch, heads, queries]``, one CTA each."""
 
     def __init__(self, spec: ForwardSpec):
         self.spec = spec
@@ -48,8 +73,8 @@ class Merge:
     ):
         heads, queries = Int32(parts.shape[1]), Int32(parts.shape[2])
         rows = (Int32(offsets.shape[0]) - 1) * heads * queries
-        self.kernel(offsets, parts, stats, v_sum, v_mean, out, centred, lse, maximum, total, rows, heads, queries).launch(
-            grid=[cute.ceil_div(rows, WARPS), 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        self.kernel(offsets, parts, stats, v_sum, v_mean, out, centred, lse, maximum, total, heads, queries).launch(
+            grid=[rows, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -65,53 +90,63 @@ class Merge:
         lse: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
-        rows: Int32,
         heads: Int32,
         queries: Int32,
     ):
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
-        index, lane = bid * WARPS + tid // 32, tid % 32
+        warp, lane = tid // 32, tid % 32
         width = spec.head_dim // 32
-        if index < rows:
-            row, rest = index % queries, index // queries
-            head, b = rest % heads, rest // heads
-            first_key = Int32(offsets[b])
-            keys = Int32(offsets[b + 1]) - first_key
-            slot = first_key // spec.split_keys + b
-            splits = cutlass.max(cute.ceil_div(keys, spec.split_keys), 1)
-            reference, highest = -Float32.inf, -Float32.inf
-            for i in cutlass.range(splits, unroll=4):
-                reference = cute.arch.fmax(reference, stats[1, slot + i, head, row])
-                highest = cute.arch.fmax(highest, stats[2, slot + i, head, row])
-            values = cute.make_rmem_tensor(width, Float32)
-            values.fill(0.0)
-            value = Float32(0.0)
-            for i in cutlass.range(splits, unroll=2):
-                weight = exp2(stats[1, slot + i, head, row] - reference)
-                value = value + stats[0, slot + i, head, row] * weight
-                for c in cutlass.range_constexpr(width):
-                    values[c] = values[c] + parts[slot + i, head, row, lane + 32 * c] * weight
-            empty = value == 0.0
-            inverse = Float32(0.0) if empty else cute.arch.rcp_approx(value)
-            center = Float32(0.0)
-            if const_expr(spec.centred):
-                center = exp2(stats[3, slot, head, row] - reference) if keys > 0 else Float32(0.0)
-            out_row = b * queries + row
+        smem = cutlass.utils.SmemAllocator()
+        scratch = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 4)), byte_alignment=16)
+        partial = smem.allocate_tensor(Float32, cute.make_layout((spec.head_dim, WARPS)), byte_alignment=16)
+        row, rest = bid % queries, bid // queries
+        head, b = rest % heads, rest // heads
+        first_key = Int32(offsets[b])
+        keys = Int32(offsets[b + 1]) - first_key
+        slot = first_key // spec.split_keys + b
+        splits = cutlass.max(cute.ceil_div(keys, spec.split_keys), 1)
+        reference, highest = -Float32.inf, -Float32.inf
+        for i in cutlass.range(tid, splits, 32 * WARPS, unroll=1):
+            reference = cute.arch.fmax(reference, stats[1, slot + i, head, row])
+            highest = cute.arch.fmax(highest, stats[2, slot + i, head, row])
+        reference = over_warps(reference, scratch, 0)
+        highest = over_warps(highest, scratch, 1)
+        values = cute.make_rmem_tensor(width, Float32)
+        values.fill(0.0)
+        value = Float32(0.0)
+        for i in cutlass.range(warp, splits, WARPS, unroll=8):
+            weight = exp2(stats[1, slot + i, head, row] - reference)
+            value = value + stats[0, slot + i, head, row] * weight
+            columns = cute.make_rmem_tensor(width, Float32)
+            load_columns(parts, (slot + i, head, row, width * lane), columns)
             for c in cutlass.range_constexpr(width):
-                column = lane + 32 * c
-                o = values[c]
-                if const_expr(spec.centred):
-                    o = o + center * v_sum[b, head // spec.group, column]
-                o = o * inverse
-                if const_expr(spec.mean):
-                    centred[out_row, head, column] = o.to(BFloat16)
-                    o = o + (Float32(0.0) if empty else v_mean[b, head // spec.group, column])
-                out[out_row, head, column] = o.to(BFloat16)
-            if lane == 0:
-                exponent = log2(value) + (reference - highest)
-                store_statistics(Output(lse, maximum, total), (head, out_row), empty, highest, exponent)
+                values[c] = values[c] + columns[c] * weight
+        for c in cutlass.range_constexpr(width):
+            partial[width * lane + c, warp] = values[c]
+        if lane == 0:
+            scratch[warp, 2] = value
+        cute.arch.sync_threads()
+        value = (scratch[0, 2] + scratch[1, 2]) + (scratch[2, 2] + scratch[3, 2])
+        empty = value == 0.0
+        inverse = Float32(0.0) if empty else cute.arch.rcp_approx(value)
+        center = Float32(0.0)
+        if const_expr(spec.centred):
+            center = exp2(stats[3, slot, head, row] - reference) if keys > 0 else Float32(0.0)
+        out_row = b * queries + row
+        if tid < spec.head_dim:
+            o = (partial[tid, 0] + partial[tid, 1]) + (partial[tid, 2] + partial[tid, 3])
+            if const_expr(spec.centred):
+                o = o + center * v_sum[b, head // spec.group, tid]
+            o = o * inverse
+            if const_expr(spec.mean):
+                centred[out_row, head, tid] = o.to(BFloat16)
+                o = o + (Float32(0.0) if empty else v_mean[b, head // spec.group, tid])
+            out[out_row, head, tid] = o.to(BFloat16)
+        if tid == 0:
+            exponent = log2(value) + (reference - highest)
+            store_statistics(Output(lse, maximum, total), (head, out_row), empty, highest, exponent)
 
 
 @kernel_cache

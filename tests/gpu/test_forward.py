@@ -39,8 +39,12 @@ CASES = {
     "causal": Case((300, 128, 513, 1, 1000), queries=(300, 128, 513, 1, 1000), shared=False, causal=True, block=(128, 128)),
     "causal, fewer keys": Case((0, 5, 130, 257), queries=(40, 200, 140, 300), shared=False, causal=True),
     "causal, fewer queries, head 64": Case((200, 1000, 385), queries=(40, 200, 128), shared=False, causal=True, dim=64, block=(32, 64)),
-    "split keys": Case((5000, 0, 1025, 1, 1024), queries=4),
-    "split keys, groups of 32, not centred": Case((3000, 64), queries=8, heads=4, block=(32, 128), shared=False, centred=False),
+    "few queries": Case((5000, 0, 257, 1, 1024), queries=4),
+    "few queries, head 64": Case((300, 0, 31, 1513), queries=5, dim=64, block=(128, 64), shared=False),
+    "few queries, grouped heads": Case((300, 0, 31, 1513), queries=3, heads=8, kv_heads=2, block=(32, 128), shared=False),
+    "forty queries": Case((1300, 33, 0), queries=40),
+    "split keys": Case((5000, 0, 1025, 1, 1024), queries=40, heads=4, kv_heads=2),
+    "split keys, groups of 32, not centred": Case((3000, 64), queries=20, heads=8, block=(32, 128), shared=False, centred=False),
     "long": Case((16384, 3000), queries=128),
     "long, sharp": Case((8192, 40), queries=128, block=(128, 128), score_std=4.0),
 }
@@ -261,7 +265,7 @@ def test_no_host_read():
 def test_one_compilation_for_all_shapes():
     from lp_fa4.compile import compile_count
 
-    for queries in (7, 100):  # few queries have a kernel of their own, which splits keys
+    for queries in (7, 40, 100):  # few queries have a kernel of their own, in two widths
         sm90.forward(Case((5, 9), queries=queries).make(15))
     before = compile_count()
     for i in range(10):
