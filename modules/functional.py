@@ -119,6 +119,11 @@ def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
 
+def _copy_heads(backend: str, heads: int, w_v: Tensor | None) -> int:
+    """Heads of the copy of xn with tokens innermost: Hopper's attention reads it where xn is V, and the norm writes it on its way."""
+    return heads if backend == "sm90" and w_v is None else 0
+
+
 @custom_op("modules::pma_attention", mutates_args=())
 def pma_attention(
     values: Tensor,
@@ -151,7 +156,7 @@ def pma_attention(
     mean = total = None
     if opts.center:
         xn, rstd, mean, total, normed = rmsnorm_center_quantize(
-            values, norm_weight, eps, offsets, block, keep=opts.key_projection == "bf16"
+            values, norm_weight, eps, offsets, block, keep=opts.key_projection == "bf16", copy_heads=_copy_heads(name, heads, w_v)
         )
     else:
         xn, rstd = rmsnorm_quantize(values, norm_weight, eps, offsets, block)
