@@ -87,6 +87,7 @@ def device(arch: str) -> Iterator[None]:
     """See the module's text. ``capture.install(arch)`` is called first."""
     capture.install(arch)
     import cutlass.utils
+    import torch._subclasses.fake_tensor as fake_tensor
     from cutlass.cutlass_dsl import tvm_ffi_provider as provider
 
     capability = capture.target_capability_of(arch)
@@ -108,6 +109,7 @@ def device(arch: str) -> Iterator[None]:
         patch(torch.cuda, "current_stream", lambda *a, **k: _Stream)
         patch(torch.cuda, "current_device", lambda *a, **k: 0)
         patch(torch.cuda, "is_available", lambda: True)
+        patch(fake_tensor, "init_gpu_context", lambda *a: None)  # a CUDA build of torch would look for a real device
         for cls in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
             patch(cls, "__call__", _calling(cls.__call__))
         _serve_cpu(("quack",))
