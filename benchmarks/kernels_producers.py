@@ -67,8 +67,8 @@ def norm_bytes(tokens: int, columns: int, sequences: int, *, block: int, centred
 
 
 def norm_work(tokens: int, columns: int, device: torch.device, kind: str) -> Work:
-    """``kind``: "static" (the module's blocks, centred), "static plain" (not centred), "copied" (centred, codes with tokens innermost too), "kept"
-    (centred, BF16 of the rows too), "square"."""
+    """``kind``: "static" (the module's blocks, centred), "static plain" (not centred), "copied" (centred, codes with tokens innermost
+    too), "kept" (centred, BF16 of the rows too), "square"."""
     from fused_ops import rmsnorm_center_quantize, rmsnorm_quantize
     from lp_fa4.common.sequence_vectors import sample_mean
     from lp_fa4.sm90.quantize import quantize

@@ -6,7 +6,7 @@ ROWS = 128
 """Tokens of one CTA: the tile rule's unit, so both swizzled scale layouts of a tile belong to one CTA."""
 MAX_COLUMNS = 8192
 MAX_COPIED = 1024
-"""Columns whose codes of a tile fit the shared memory, for the copy with tokens innermost."""
+"""Columns whose codes of a tile fit the shared memory, for the copy with tokens innermost; that of wider rows is a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class NormSpec:
 
 def unsupported(columns: int, tokens: int, dtype: str, width: int, copy: int = 0) -> str:
     """Why the kernel cannot serve, "" if it can. ``copy``: head dimension of the transposed copy, 0 for none."""
-    if copy not in (0, 64, 128) or (copy and columns > MAX_COPIED):
-        return f"a copy of {columns} columns in heads of {copy} is asked for; the kernel serves heads of 64 and 128, up to {MAX_COPIED}"
+    if copy not in (0, 64, 128):
+        return f"a copy in heads of {copy} columns is asked for; the kernel serves heads of 64 and 128"
     if columns % 32 or not 32 <= columns <= MAX_COLUMNS:
         return f"x has {columns} columns; the kernel serves multiples of 32 up to {MAX_COLUMNS}"
     if width % 32 or columns % width:

@@ -23,7 +23,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cutlass_dsl import T
 from torch import Tensor
 
-from fused_ops.rmsnorm_quantize.config import ROWS, NormSpec, unsupported
+from fused_ops.rmsnorm_quantize.config import MAX_COPIED, ROWS, NormSpec, unsupported
 from fused_ops.rmsnorm_quantize.reference import MEAN_ROWS
 from fused_ops.scale_layout.kernel import WORDS, atom_source
 from lp_fa4.common.bundle import Bundle
@@ -34,6 +34,7 @@ from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launc
 from lp_fa4.mx import GROUP, scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm90.tile_transpose import shared_words, store_columns, word_index
+from lp_fa4.sm90.transpose import transposed_copy
 
 MEAN_THREADS = 256
 SHARED_PERCENT = 25
@@ -649,6 +650,7 @@ def rmsnorm_quantize(
     reason = unsupported(columns, x.numel() // columns if columns else 0, dtype_name(x), block[1], head_dim)
     if reason:
         raise ValueError(reason)
+    copied = copy_heads > 0 and columns <= MAX_COPIED
     empty = x.new_empty
     blocks, dense = columns // block[1], offsets is None
     sequences = 1 if offsets is None else offsets.shape[0] - 1
@@ -667,8 +669,10 @@ def rmsnorm_quantize(
         empty((sequences, columns), dtype=torch.float32) if center else None,
         empty(x.shape, dtype=torch.bfloat16) if keep else None,
         atoms,
-        empty((copy_heads, head_dim, 32 * rows), dtype=torch.uint8) if copy_heads else None,
+        empty((copy_heads, head_dim, 32 * rows), dtype=torch.uint8) if copied else None,
     )
+    if copy_heads and not copied and (sequences == 0 or x.numel() == 0):
+        made = made._replace(copy=empty((copy_heads, head_dim, 32 * rows), dtype=torch.uint8))
     if sequences == 0 or x.numel() == 0:  # no token belongs to a sequence: everything but given scales is 0
         for tensor in (
             made.codes,
@@ -691,7 +695,7 @@ def rmsnorm_quantize(
         parts = empty((token_tiles, columns), dtype=torch.float32)
     spec = NormSpec(
         columns, dtype_name(x), dtype_name(weight), *block, dense=dense, centred=center, keep=keep,
-        sf_columns=1 in scale_axes, sf_tokens=0 in scale_axes, copy=head_dim,
+        sf_columns=1 in scale_axes, sf_tokens=0 in scale_axes, copy=head_dim if copied else 0,
     )  # fmt: skip
     compiled = _compile_norm_quantize(arch_of(x.device), None if offsets is None else dtype_name(offsets), spec)
     words = [None if a is None else a.view(torch.int32).reshape(a.shape[0], a.shape[1], WORDS) for a in atoms]
@@ -714,6 +718,9 @@ def rmsnorm_quantize(
         tokens,
         eps,
     )
+    if copy_heads and not copied:
+        starts = torch.arange(0, 2 * tokens, tokens, device=x.device) if offsets is None else offsets
+        made = made._replace(copy=transposed_copy(made.codes.unflatten(1, (copy_heads, head_dim)), starts, "accumulator"))
     if parts is None:
         return made
     width = next(n for n in (128, 64, 32) if columns % n == 0)  # a CTA sums so many columns of a sequence

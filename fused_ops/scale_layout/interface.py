@@ -37,13 +37,18 @@ def _(scale, block, tokens, columns, offsets, axis, backend="auto"):
 
 
 @custom_op("fused_ops::gather_scales", mutates_args=())
-def gather_scales_op(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None, axis: int) -> Tensor:
+def gather_scales_op(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None, axis: int, backend: str = "auto") -> Tensor:
     """Compact grid, uint8."""
+    unsupported = f"there are {tokens} tokens; the kernel counts them in 32 bits" if tokens >= 2**31 else ""
+    if choose("gather_scales", sf.device, backend, unsupported) != "reference":
+        from fused_ops.scale_layout import kernel
+
+        return kernel.gather_scales(sf, tokens, columns, offsets, axis)
     return reference.gather_scales(sf, tokens, columns, offsets, axis)
 
 
 @gather_scales_op.register_fake
-def _(sf, tokens, columns, offsets, axis):
+def _(sf, tokens, columns, offsets, axis, backend="auto"):
     return sf.new_empty((scale_rows(tokens, offsets), -(-columns // GROUP)))
 
 
@@ -75,7 +80,7 @@ def scatter_scales(x: MXTensor, axis: int, *, backend: str = "auto") -> Tensor:
     return scatter_scales_op(x.scale_bytes.contiguous(), list(x.block), tokens, columns, x.offsets, axis, backend)
 
 
-def gather_scales(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None = None, *, axis: int) -> Tensor:
+def gather_scales(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None = None, *, axis: int, backend: str = "auto") -> Tensor:
     """Inverse of :func:`scatter_scales`: the compact grid of 32×32 blocks, ``float8_e8m0fnu`` ``[rows, ceil(columns / 32)]``.
 
     ``tokens`` and ``columns`` are the payload's shape (the capacity, when jagged). Rows that belong to no group are 0.
@@ -88,4 +93,4 @@ def gather_scales(sf: Tensor, tokens: int, columns: int, offsets: Tensor | None 
         raise ValueError(
             f"sf is {sf.dtype} {list(sf.shape)}; {tokens} tokens by {columns} columns along axis {axis} need uint8 {list(shape)}"
         )
-    return gather_scales_op(sf, tokens, columns, offsets, axis).view(torch.float8_e8m0fnu)
+    return gather_scales_op(sf, tokens, columns, offsets, axis, backend).view(torch.float8_e8m0fnu)

@@ -49,7 +49,7 @@ def main(arch: str, names: list[str]) -> None:
         os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder)
         from fused_ops.rmsnorm_quantize.config import NormSpec
         from fused_ops.rmsnorm_quantize.kernel import _compile_norm_mean, _compile_norm_quantize
-        from fused_ops.scale_layout.kernel import ScatterSpec, _compile_scatter_scales
+        from fused_ops.scale_layout.kernel import ScatterSpec, _compile_gather_scales, _compile_scatter_scales
         from tests.sm100.compiled import _run, _tool, inspect
 
         def compile_norm(name):
@@ -67,6 +67,7 @@ def main(arch: str, names: list[str]) -> None:
                 variants[f"product: {key}"] = lambda spec=spec: _compile_gemm_quantize(arch, "int32", spec)
         for axis in (0, 1):
             variants[f"scatter {axis}"] = lambda axis=axis: _compile_scatter_scales(arch, "int32", ScatterSpec(axis, 32, False, False))
+            variants[f"gather {axis}"] = lambda axis=axis: _compile_gather_scales(arch, "int32", axis, False)
         for name in names or variants:
             before = set(Path(folder).glob("*.cubin"))
             variants[name]()

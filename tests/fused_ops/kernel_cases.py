@@ -15,7 +15,7 @@ from fused_ops.rmsnorm_quantize.interface import norm_exponent
 from fused_ops.rmsnorm_quantize.kernel import KernelOutput, rmsnorm_quantize
 from fused_ops.scale_layout import reference as layout
 from fused_ops.scale_layout.interface import sf_shape
-from fused_ops.scale_layout.kernel import scatter_scales
+from fused_ops.scale_layout.kernel import gather_scales, scatter_scales
 from lp_fa4.mx import MXTensor, cast_e4m3, expand_scale, inverse_scale, quantize_mx
 from tests.conftest import offsets_of
 from tests.emulator.kernels import Case
@@ -244,7 +244,7 @@ def norm(
 def scatter(
     arch: str, lengths: list[int] | None, columns: int, *, axis: int, block: list[int], tokens: int = 0, capacity: int = 0, seed: int = 0
 ) -> Case:
-    """Scales of random rows to the buffer of ``axis``; ``lengths`` None: dense, ``tokens`` rows."""
+    """Scales of random rows to the buffer of ``axis`` and back; ``lengths`` None: dense, ``tokens`` rows."""
     poison()
     offsets = None if lengths is None else offsets_of(lengths)
     tokens = tokens if lengths is None else sum(lengths) + capacity
@@ -253,12 +253,15 @@ def scatter(
     exponent = torch.randint(-9, 9, (columns // block[1],), generator=generator) if block[0] == 0 else None
     mx: MXTensor = quantize_mx(x, (block[0], block[1]), offsets, token_dim=0, exponent=exponent)
 
-    def call() -> Tensor:
+    def call() -> tuple[Tensor, Tensor]:
         with host(arch):
             shape = sf_shape(tokens, columns, offsets, axis)
-            return scatter_scales(mx.scale_bytes, mx.block, tokens, columns, offsets, axis, shape)
+            made = scatter_scales(mx.scale_bytes, mx.block, tokens, columns, offsets, axis, shape)
+            return made, gather_scales(made, tokens, columns, offsets, axis)
 
-    def verify(got: Tensor) -> None:
-        assert torch.equal(got, layout.scatter_scales(mx.scale_bytes, mx.block, tokens, columns, offsets, axis))
+    def verify(got: tuple[Tensor, Tensor]) -> None:
+        want = layout.scatter_scales(mx.scale_bytes, mx.block, tokens, columns, offsets, axis)
+        assert torch.equal(got[0], want)
+        assert torch.equal(got[1], layout.gather_scales(want, tokens, columns, offsets, axis))
 
     return Case(f"scatter_scales {lengths or tokens} {columns} axis={axis} {block}", arch, None, call, verify)

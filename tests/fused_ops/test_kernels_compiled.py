@@ -8,7 +8,7 @@ from tests.sm100.test_compiled import lines
 NAMES = {
     "sm_90a": (),
     "sm_100a": (),
-    "sm_103a": ("module", "square, atoms", "tile blocks", "mean", "scatter 0", "scatter 1"),
+    "sm_103a": ("module", "square, atoms", "tile blocks", "mean", "scatter 0", "gather 1"),
 }
 """Variants of ``tests.fused_ops.compiled``; none named: all."""
 
@@ -24,4 +24,4 @@ def test_no_spill(arch):
             assert report["waits"] <= report["wgmma"] // (1 if "square" in report["name"] else 4), report
             continue
         assert report["reg"] <= 128, report
-        assert report["name"] == "mean" or report["name"].startswith("scatter") or "F2FP.SATFINITE.E4M3" in sass, report
+        assert report["name"] == "mean" or report["name"].startswith(("scatter", "gather")) or "F2FP.SATFINITE.E4M3" in sass, report

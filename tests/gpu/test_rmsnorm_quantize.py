@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fused_ops import rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize, scatter_scales
+from fused_ops import gather_scales, rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize, scatter_scales
 from fused_ops.rmsnorm_quantize.interface import norm_exponent
 from lp_fa4.mx import quantize_mx
 from tests.gpu.problems import DEVICE, offsets_of, poison
@@ -78,7 +78,9 @@ def test_swizzle_of_every_small_shape(axis):
     for tokens in range(1, 301, 13):
         for columns in range(32, 641, 32):
             x = quantize_mx(torch.randn(tokens, columns, device=DEVICE))
-            assert torch.equal(scatter_scales(x, axis), scatter_scales(x, axis, backend="reference"))
+            made = scatter_scales(x, axis)
+            assert torch.equal(made, scatter_scales(x, axis, backend="reference"))
+            assert torch.equal(gather_scales(made, tokens, columns, axis=axis).view(torch.uint8), x.scale_bytes)
 
 
 def test_graph_replays_with_other_lengths():
@@ -96,7 +98,7 @@ def test_graph_replays_with_other_lengths():
     assert torch.equal(got.mean, want.mean) and torch.equal(got.total, want.total)
 
 
-@pytest.mark.parametrize(("columns", "heads"), [(384, 3), (512, 4), (384, 6), (1024, 8)])
+@pytest.mark.parametrize(("columns", "heads"), [(384, 3), (512, 4), (384, 6), (1024, 8), (2048, 16)])
 @pytest.mark.parametrize("block", [(0, 128), (32, 64)])
 def test_copy_with_tokens_innermost(columns, heads, block):
     """It is the copy that the attention's own kernel would make, for every length and for slack."""
