@@ -192,6 +192,13 @@ class Timing:
     p90: float
     samples: tuple[float, ...]
 
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Statistics of at least one sample."""
+        ordered = sorted(samples)
+        p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+        return cls(statistics.median(samples), ordered[0], p90, tuple(samples))
+
 
 def time_interleaved(
     variants: Mapping[str, Callable[[], Any]], device: torch.device | str = "cpu", *, warmup: int = 3, rounds: int = 20
@@ -235,9 +242,4 @@ def time_interleaved(
             if turn >= warmup:
                 for name, start, stop in pending:
                     samples[name].append(start.elapsed_time(stop))
-    result = {}
-    for name, values in samples.items():
-        ordered = sorted(values)
-        p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
-        result[name] = Timing(statistics.median(values), ordered[0], p90, tuple(values))
-    return result
+    return {name: Timing.of(values) for name, values in samples.items()}

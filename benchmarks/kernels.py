@@ -1,15 +1,16 @@
 """``python -m benchmarks kernels``: attention kernels against their limits and against what a user could install instead.
 
-Every shape is checked first (a few rows against FP64), then all variants are timed in turn in one process, queued behind one
-another so that host time does not count, on random data. The result names each variant's share of the nearer limit: MMA (FP8
-peak), exp2 (16 a clock and multiprocessor) or memory (operands read once, results written once).
+Every shape is checked first (a few rows against FP64), then all variants are timed in one process on random data, twice: *burst*, in
+turn, each launch behind a pause on a cool device and behind a queued wait, so that host time does not count; and *sustained*, each
+variant back to back for a while, when power decides the clock. Ratios are between like and like. The result names each variant's
+share of the nearer limit: MMA (FP8 peak), exp2 (16 a clock and multiprocessor) or memory (operands read once, results written once).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.config import UserError, parse_command_line, setting
-from benchmarks.harness import format_table, pick_device, say, time_interleaved, write_record
+from benchmarks.harness import Timing, format_table, pick_device, say, write_record
 
 FP8_FLOPS_PER_CLOCK = 8192
 """Dense FP8 operations of one Hopper multiprocessor a clock."""
@@ -78,6 +79,7 @@ SHAPES = {
         Shape("pma_8192_jagged", 384, 3, 512, 8192, jagged=True),
         Shape("pma_8192", 384, 3, 512, 8192),
         Shape("pma_16384_jagged", 384, 3, 512, 16384, jagged=True),
+        Shape("pma_16384", 384, 3, 512, 16384),
         Shape("llm_8192", 4, 16, 8192, 8192, shared=False),
         Shape("llm_8192_causal", 4, 16, 8192, 8192, shared=False, causal=True),
         Shape("few_queries", 1, 16, 8, 16384),
@@ -96,10 +98,52 @@ class KernelsConfig:
         factory=lambda: ["norm-static-384-1.5", "backward-384-1.5"],
     )
     backward: bool = setting(True, help="also time the backward and the whole training call")
-    rounds: int = setting(12, help="timed rounds")
+    rounds: int = setting(12, help="timed rounds, burst")
+    pause: float = setting(0.005, help="seconds before a burst launch")
+    sustained: float = setting(0.4, help="seconds back to back per variant; 0 for burst only")
     seconds: float = setting(0.0, help="stop starting new shapes after this many seconds; 0 for never")
     device: str = setting("auto", help="where to run")
     out: Path = setting(Path("out/kernels"), help="folder of the JSON record")
+
+
+def time_burst(variants: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, pause: float) -> dict[str, Timing]:
+    """Milliseconds of single launches on a device that rested: variants in turn, the order rotated."""
+    names = list(variants)
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 1):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            torch.cuda.synchronize(device)
+            time.sleep(pause)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(1_000_000)  # half a millisecond in which the host queues everything
+            start.record()
+            variants[name]()
+            stop.record()
+            torch.cuda.synchronize(device)
+            if turn > 0:
+                samples[name].append(start.elapsed_time(stop))
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def time_sustained(variants: Mapping[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:
+    """Milliseconds a launch, back to back, in the second half of ``seconds``."""
+    result = {}
+    for name, call in variants.items():
+        torch.cuda.synchronize(device)
+        begin, per_launch = time.monotonic(), 0.0
+        while time.monotonic() - begin < seconds or not per_launch:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            late = time.monotonic() - begin > seconds / 2
+            start.record()
+            for _ in range(16):
+                call()
+            stop.record()
+            torch.cuda.synchronize(device)
+            if late:
+                per_launch = start.elapsed_time(stop) / 16
+        result[name] = per_launch
+    return result
 
 
 def problem_of(shape: Shape, device: torch.device, block: int = 0) -> Any:
@@ -228,7 +272,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         shape = SHAPES[name]
         variants, notes = variants_of(shape, device, config.baselines)
-        timings = time_interleaved(variants, device, warmup=2, rounds=config.rounds)
+        timings = time_burst(variants, device, config.rounds, config.pause)
+        sustained = time_sustained(variants, device, config.sustained) if config.sustained else {}
         limits = shape.limits(torch.cuda.get_device_properties(device).multi_processor_count)
         nearest = max(limits, key=lambda k: limits[k])
         for variant, timing in timings.items():
@@ -240,18 +285,21 @@ def main(argv: Sequence[str]) -> int:
                     "variant": variant,
                     "ms": timing,
                     "tflops": tflops,
+                    "sustained_ms": sustained.get(variant),
+                    "sustained_tflops": shape.flops() / sustained[variant] / 1e9 if variant in sustained else None,
                     "limits_ms": limits,
                     "share_of_limit": share,
                     "notes": notes,
                 }
             )
             percent = None if share is None else f"{100 * share:.0f}% ({nearest})"
-            table.append([name, variant, f"{timing.median:.3f}", f"{tflops:.0f}", percent])
+            long = f"{shape.flops() / sustained[variant] / 1e9:.0f}" if variant in sustained else None
+            table.append([name, variant, f"{timing.median:.3f}", f"{tflops:.0f}", long, percent])
         write_record(path, "kernels", config, results, device)
         del variants
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
-    print(format_table(["shape", "variant", "ms", "TFLOP/s", "share of limit"], table))
+    print(format_table(["shape", "variant", "burst ms", "burst TFLOP/s", "sustained TFLOP/s", "share of limit (burst)"], table))
     rows: list[dict] = []
     for made in run_works(config.works, config.rounds, device):
         rows += made
