@@ -41,17 +41,26 @@ def _numerics(key: str) -> Numerics:
     return Numerics.from_key(key)
 
 
+def _choose(device: torch.device, head_dim: int, key: str, backend: str) -> tuple[str, Numerics, dispatch.Features]:
+    opts = _numerics(key)
+    features = dispatch.Features(head_dim, shared_q=True, q_mean=opts.q_smoothing, config=opts.attention)
+    name = dispatch.choose(device, features, backend)
+    return name, opts.for_backend(name), features
+
+
+_choose_once = lru_cache(maxsize=256)(_choose)
+"""For GPUs, whose answer does not change while the process lives: a step asks four times, and finding packages costs."""
+
+
 def _settle(device: torch.device, head_dim: int, key: str, backend: str, *, say: bool = False) -> tuple[str, Numerics]:
     """The backend that serves the module's attention on ``device``, and the numerics settled for it.
 
     Fake and real implementations, forward and backward, all ask here, so that they agree.
     """
-    opts = _numerics(key)
-    features = dispatch.Features(head_dim, shared_q=True, q_mean=opts.q_smoothing, config=opts.attention)
-    name = dispatch.choose(device, features, backend)
+    name, opts, features = (_choose_once if device.type == "cuda" else _choose)(device, head_dim, key, backend)
     if say and backend == "auto":
         dispatch.announce(name, device, features)
-    return name, opts.for_backend(name)
+    return name, opts
 
 
 # ---- query side: plain PyTorch -------------------------------------------------------------------------------------
@@ -354,14 +363,17 @@ def _(dout, offsets, w_v, saved, numerics, backend, needs):
 
 
 def _flow(
-    dv: MXTensor | Tensor, dv_mean: Tensor, w_v: Tensor | None, heads: int, opts: Numerics
+    dv: MXTensor | Tensor, dv_mean: Tensor, w_v: Tensor | None, heads: int, opts: Numerics, backend: str
 ) -> tuple[MXTensor | Tensor, Tensor | None]:
-    """Gradient of the normed rows through the values, and the row per sequence that belongs to it."""
+    """Gradient of the normed rows through the values, and the row per sequence that belongs to it. Kernels take a product in BF16."""
     mean = dv_mean if dv_mean.dim() == 2 else None
     if w_v is None:
         return dv, mean
     exact = to_float(_projection(w_v, heads, opts, False).weight)
-    return to_float(dv) @ exact, None if mean is None else mean @ exact
+    through = None if mean is None else mean @ exact
+    if backend == "reference":
+        return to_float(dv) @ exact, through
+    return (dv if isinstance(dv, Tensor) else dv.dequantize(torch.bfloat16)) @ exact.to(torch.bfloat16), through
 
 
 @custom_op("modules::pma_weight_gradients", mutates_args=())
@@ -433,10 +445,10 @@ def pma_input_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of values and norm_weight in their dtypes, empty where ``needs`` says so. ``grads`` as in the weights' gradients."""
     dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
-    _, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
+    name, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
     block = opts.attention.grad_block
     dk = _gradient(dk_codes, dk_scale, block, offsets)
-    d_normed, d_mean = _flow(_gradient(dv_codes, dv_scale, block, offsets), dv_mean, w_v, heads, opts)
+    d_normed, d_mean = _flow(_gradient(dv_codes, dv_scale, block, offsets), dv_mean, w_v, heads, opts, name)
     plain = isinstance(dk, Tensor)
     dx, dnorm, _ = gemm_norm_backward(
         dk, d_normed, _backward_weight(w_k, heads, opts), values, norm_weight, rstd, None, dv_mean=d_mean,
