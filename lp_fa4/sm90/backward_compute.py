@@ -179,6 +179,21 @@ def keep_in_range(S, x):
 
 
 @cute.jit
+def recode_if_full(S, codes, x):
+    """As :func:`keep_in_range` after ``S`` was coded: looks for 448 (or NaN) among the codes, a third fewer instructions."""
+    full = (codes[0] & 0x7F7F7F7F) + 0x02020202
+    for i in cutlass.range_constexpr(1, 8):
+        full = full | ((codes[i] & 0x7F7F7F7F) + 0x02020202)
+    down = Float32(1.0)
+    if cute.arch.vote_any_sync((full & -0x7F7F7F80) != 0):
+        down = power_for(redux_max(largest(S)), CODE_TARGET)
+        for i in cutlass.range_constexpr(32):
+            S[i] = S[i] * down
+        to_codes(S, codes)
+    return x * down, down
+
+
+@cute.jit
 def agree(w, x, buffer):
     """Before the codes in ``buffer`` are used for dQ: bring all eight warps' scales there to the smallest, if they differ.
     Returns (scale of the codes, new x, factor that brings this warp's sums of dK to it)."""
@@ -332,16 +347,20 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
     warpgroup.wait_group(0)
     release(spec, bars.o_empty + out, w.peer)
     score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x, limits)
+    more = Float32(1.0)
     if const_expr(kind == FIRST):
         x = first_exponent(w, S)
-    else:
+    elif const_expr(spec.fold):
         x, more = keep_in_range(S, x)
-        rescale(dK, down * more)
     if const_expr(spec.fold):
         e = shared_floats(stat + 4 * STAT_Q0, 2, 8)
         to_codes(S, w.dS, (e[0], e[1]))
     else:
         to_codes(S, w.dS)
+        if const_expr(kind != FIRST):
+            x, more = recode_if_full(S, w.dS, x)
+    if const_expr(kind != FIRST):
+        rescale(dK, down * more)
     cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
     publish(spec, w, S, w.dS, share, buffer, x)
     release(spec, bars.a_empty + stage, w.peer)  # after publish's proxy fence: the next copy overwrites statistics that were read here
