@@ -1,10 +1,11 @@
 """What a forward kernel is compiled for: its variant (:class:`ForwardSpec`) and its schedule (:class:`ForwardTuning`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lp_fa4.config import P_SCALES
 
 HEAD_DIMS = (64, 128)
 ARCHS = ("sm_100a", "sm_103a")
-P_SCALES = ("constant", "softmax_max", "fresh")
 KEY_TILE = 128
 QUERY_TILE = 128
 """Rows of one Q tile; a work item has two of them."""
@@ -69,6 +70,7 @@ class ForwardTuning:
         stages: key tiles (and value tiles) in flight.
         softmax_registers, correction_registers, other_registers: per thread after the split; 2 softmax warpgroups, one of each other.
         exp2_on_fma: of every 32 exponentials, how many run as a polynomial on the FMA pipe instead of MUFU; a multiple of 2.
+        drawn: CTAs draw their items one by one (Cluster Launch Control); False: each walks a fixed stride of the list.
     """
 
     stages: int = 4
@@ -76,6 +78,7 @@ class ForwardTuning:
     correction_registers: int = 64
     other_registers: int = 64
     exp2_on_fma: int = 0
+    drawn: bool = False
 
     def __post_init__(self) -> None:
         if 2 * self.softmax_registers + self.correction_registers + self.other_registers > 512:
@@ -98,8 +101,8 @@ _TUNING = {
 }
 
 
-def forward_tuning(arch: str, spec: ForwardSpec) -> ForwardTuning:
-    """Tuning row of a variant on ``"sm_100a"`` or ``"sm_103a"``."""
+def forward_tuning(arch: str, spec: ForwardSpec, drawn: bool = False) -> ForwardTuning:
+    """Tuning row of a variant on ``"sm_100a"`` or ``"sm_103a"``; ``drawn``: see :class:`ForwardTuning`."""
     if arch not in ARCHS:
         raise ValueError(f"arch is {arch!r}; allowed are {', '.join(map(repr, ARCHS))}")
-    return _TUNING[arch, spec.head_dim]
+    return replace(_TUNING[arch, spec.head_dim], drawn=drawn)

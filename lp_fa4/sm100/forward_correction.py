@@ -17,7 +17,7 @@ from lp_fa4.common.numbers import scale_of_byte
 from lp_fa4.sm100.atoms import load_columns, store_columns
 from lp_fa4.sm100.config import QUERY_TILE
 from lp_fa4.sm100.sync import arrive, arrive_tensor, wait, wait_tensor
-from lp_fa4.sm100.work import fetch, item_steps
+from lp_fa4.sm100.work import fetch, first_index, item_steps, next_index
 
 LN_2 = math.log(2.0)
 CHUNK = 16
@@ -25,13 +25,13 @@ CHUNK = 16
 
 
 @cute.jit
-def correction_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int32):
-    """Serve this CTA's items. ``thread``: 0..127, the row of a tile."""
+def correction_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, warp: Int32, thread: Int32):
+    """Serve this CTA's items. ``warp``: 0..3; ``thread``: 0..127, the row of a tile."""
     spec, bar = kernel.spec, kernel.barriers
-    count, step = args.state[0], Int32(cute.arch.grid_dim()[0])
-    index = Int32(cute.arch.block_idx()[0])
+    index, end = first_index(kernel, args)
+    turn = Int32(0)
     base0, base1, items0, items1 = Int32(0), Int32(0), Int32(0), Int32(0)
-    while index < count:
+    while index < end:
         item = fetch(spec, args.records, index)
         for n in cutlass.range(1, item.steps, unroll=1):
             for i in cutlass.range_constexpr(2):
@@ -41,7 +41,7 @@ def correction_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread:
                     factor = shared.mail[thread, 0, i]
                     arrive(bars + bar.mail_empty + i)
                     if cute.arch.vote_any_sync(factor < 1.0):
-                        rescale(kernel, tmem, i, thread, factor)
+                        rescale(kernel, tmem, i, warp * 32, factor)
                     arrive_tensor(bars + bar.o_ready + i)
         for i in cutlass.range_constexpr(2):
             steps = item_steps(item, i)
@@ -51,29 +51,30 @@ def correction_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread:
                 total, lazy, exact, centre = [shared.mail[thread, j, i] for j in range(4)]
                 arrive(bars + bar.mail_empty + i)
                 wait_tensor(bars + bar.o_full + i, (items0 if i == 0 else items1) & 1)
-                epilogue(kernel, args, bars, tmem, i, thread, item, (total, lazy, exact, centre))
+                epilogue(kernel, args, bars, tmem, i, warp * 32, thread, item, (total, lazy, exact, centre))
         base0 += item.steps0
         base1 += item.steps1
         items0 += Int32(1) if item.steps0 > 0 else Int32(0)
         items1 += Int32(1) if item.steps1 > 0 else Int32(0)
-        index += step
+        index = next_index(kernel, shared, bars, index, turn)
+        turn += 1
 
 
 @cute.jit
-def rescale(kernel: cutlass.Constexpr, tmem, tile: cutlass.Constexpr, thread, factor):
-    """Multiply this thread's row of O by ``factor``."""
+def rescale(kernel: cutlass.Constexpr, tmem, tile: cutlass.Constexpr, lanes, factor):
+    """Multiply this thread's row of O by ``factor``. ``lanes``: first lane of the warp."""
     start = kernel.plan[f"O{tile}"].start
     for c in cutlass.range_constexpr(kernel.spec.head_dim // CHUNK):
-        o = load_columns(tmem, start + c * CHUNK, CHUNK, thread)
+        o = load_columns(tmem, start + c * CHUNK, CHUNK, lanes)
         cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(0, CHUNK, 2):
             o[j], o[j + 1] = cute.arch.mul_packed_f32x2((o[j], o[j + 1]), (factor, factor))
-        store_columns(tmem, start + c * CHUNK, CHUNK, thread, o)
+        store_columns(tmem, start + c * CHUNK, CHUNK, lanes, o)
     cute.arch.fence_view_async_tmem_store()
 
 
 @cute.jit
-def epilogue(kernel: cutlass.Constexpr, args, bars, tmem, tile: cutlass.Constexpr, thread, item, stats):
+def epilogue(kernel: cutlass.Constexpr, args, bars, tmem, tile: cutlass.Constexpr, lanes, thread, item, stats):
     """Write one row: ``Oc = (O + c * v_sum) / l``, ``out = Oc + v_mean``, lse, exact maximum and its row sum.
 
     The row sum and c carry P's constant scale, as O does, so no power of two is undone here. A row that saw no key has O undefined (its
@@ -93,7 +94,7 @@ def epilogue(kernel: cutlass.Constexpr, args, bars, tmem, tile: cutlass.Constexp
     if const_expr(not spec.block_scaled and not spec.fold_v):
         factor = scale_of_byte(Int32(args.sf_v[0, kv_head]))
     for c in cutlass.range_constexpr(spec.head_dim // CHUNK):
-        o = load_columns(tmem, start + c * CHUNK, CHUNK, thread)
+        o = load_columns(tmem, start + c * CHUNK, CHUNK, lanes)
         cute.arch.fence_view_async_tmem_load()
         if const_expr(c == spec.head_dim // CHUNK - 1):
             arrive_tensor(bars + kernel.barriers.o_ready + tile)

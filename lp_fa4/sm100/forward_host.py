@@ -80,10 +80,8 @@ def scale_atoms(x: MXTensor, axis: int) -> Tensor:
     return atoms[:1].expand(max(1, x.shape[0]), -1, -1) if static else atoms
 
 
-def token_scales(x: MXTensor, name: str) -> Tensor:
+def token_scales(x: MXTensor) -> Tensor:
     """Scales of an operand with one exponent per 32 tokens and head, uint8 ``[scale rows, heads]``; static ones through a stride of 0."""
-    if x.block[1] != x.shape[2]:
-        raise ValueError(f"{name} has blocks {x.block}; without block-scaled MMA the width must be head_dim = {x.shape[2]}")
     rows = x.scale_bytes[..., 0]
     return rows.expand(x.shape[0] // 32 + 1, -1) if x.is_static else rows
 
@@ -92,7 +90,24 @@ def unsupported(features: Any) -> str:
     """Why a call with these ``lp_fa4.dispatch.Features`` is not served here; "" if it is."""
     if features.head_dim not in HEAD_DIMS:
         return f"head_dim is {features.head_dim}; sm100 kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    if features.config.operand_scales == "outside":
+        if features.blocks is None:
+            return 'config.operand_scales is "outside"; it needs operands quantized with one exponent per 32 tokens and head (mx_attention)'
+        return _config_reason(features.config) or _outside_reason(features.config, features.blocks, features.head_dim, features.causal)
     return _config_reason(features.config)
+
+
+def _outside_reason(config: Any, blocks: tuple[tuple[int, int], ...], head_dim: int, causal: bool) -> str:
+    """Why scales cannot stay outside the products for operands with these blocks; "" if they can."""
+    for name, block in zip("qkv", blocks, strict=True):
+        if block[1] != head_dim:
+            return f'{name} has blocks {block}; with operand_scales="outside" the width must be head_dim = {head_dim}'
+    if blocks[2][0] != 0 and config.center_p and not causal:
+        return (
+            f'v has blocks {blocks[2]} and P is centred; with operand_scales="outside" V needs a static exponent or center_p=False '
+            "(folded into P, the constant would leave E4M3's range where an exponent is large)"
+        )
+    return ""
 
 
 def _config_reason(config: Any) -> str:
@@ -105,10 +120,14 @@ def _config_reason(config: Any) -> str:
     return ""
 
 
-def forward_spec(problem: AttentionProblem, p_scale: str = "constant", block_scaled: bool = True) -> ForwardSpec:
+def forward_spec(problem: AttentionProblem) -> ForwardSpec:
     """The variant that serves a problem. ``ValueError`` in words if none does."""
     config = problem.config
+    block_scaled = config.operand_scales == "auto"
     reason = _config_reason(config)
+    if not block_scaled and not reason:
+        blocks = (problem.q.block, problem.k.block, problem.v.block)
+        reason = _outside_reason(config, blocks, problem.head_dim, problem.causal)
     if problem.q_mean is not None:
         reason = "q_mean (Q smoothing) is served by the reference only"
     if problem.softmax_scale is None or not 0.0 < problem.softmax_scale < float("inf"):
@@ -126,18 +145,16 @@ def forward_spec(problem: AttentionProblem, p_scale: str = "constant", block_sca
         save="" if same else _NAMES[config.save_out_dtype],
         block_scaled=block_scaled,
         fold_v=not block_scaled and not problem.v.is_static,
-        p_scale=p_scale,
+        p_scale=config.p_scale,
         p_scale_log2=config.p_scale_log2,
         threshold=float(config.rescale_threshold),
     )
 
 
-def forward(problem: AttentionProblem, *, p_scale: str = "constant", block_scaled: bool = True) -> ForwardResult:
+def forward(problem: AttentionProblem) -> ForwardResult:
     """Attention of every sequence; the signature and result of ``lp_fa4.reference.forward``.
 
-    ``p_scale``: how the scale of P is chosen: ``"constant"``; ``"softmax_max"`` and ``"fresh"`` give every 32 keys of a row their own
-    (uncentred P only). ``block_scaled=False``: scales outside the MMA (plain f8f6f4), for operands with one exponent per 32 tokens and
-    head; V's must be static, or P uncentred.
+    ``config.p_scale`` chooses where P's scale comes from, ``config.operand_scales="outside"`` the variant with plain f8f6f4 products.
 
     Raises: ``ValueError`` for what these kernels do not serve.
     """
@@ -148,11 +165,23 @@ def forward(problem: AttentionProblem, *, p_scale: str = "constant", block_scale
     if arch not in ARCHS:
         raise ValueError(f"{device} compiles for {arch}; sm100 kernels are for {', '.join(ARCHS)}")
     make = partial(work_list, query_tile=2 * QUERY_TILE)
-    return run(problem, arch, forward_spec(problem, p_scale, block_scaled), make, multiprocessors(device))
+    return run(problem, arch, forward_spec(problem), make, multiprocessors(device))
 
 
-def run(problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list: Any, processors: int) -> ForwardResult:
-    """Allocate, lay out scales, list the work, launch."""
+def drawing_pays(problem: AttentionProblem, items: int, processors: int) -> bool:
+    """Whether CTAs should draw their items (Cluster Launch Control): where items differ in length and there are more than CTAs.
+
+    Equal items end together however they are dealt out, and then a fixed stride spares the launches and the ring. Nothing here reads data:
+    ``items`` is the list's capacity. What drawing is worth: README.md, "Work distribution".
+    """
+    unequal = problem.causal or (problem.batch > 1 and problem.offsets_k is not None)
+    return unequal and items > processors
+
+
+def run(
+    problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list: Any, processors: int, drawn: bool | None = None
+) -> ForwardResult:
+    """Allocate, lay out scales, list the work, launch. ``drawn``: how CTAs get their items; None: drawn where it pays."""
     p, device = problem, problem.device
     rows, heads, dim = p.rows, p.heads, p.head_dim
     jagged = p.queries is None
@@ -180,9 +209,12 @@ def run(problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list:
     if spec.block_scaled:
         scales = [scale_atoms(p.q, 1), scale_atoms(p.k, 1), scale_atoms(p.v, 0)]
     else:
-        scales = [token_scales(x, name) for x, name in ((p.q, "q"), (p.k, "k"), (p.v, "v"))]
+        scales = [token_scales(x) for x in (p.q, p.k, p.v)]
     assert p.softmax_scale is not None
-    compiled = _compile_sm100_forward(arch, spec, forward_tuning(arch, spec))
+    items = records.shape[0]
+    if drawn is None:
+        drawn = drawing_pays(p, items, processors)
+    compiled = _compile_sm100_forward(arch, spec, forward_tuning(arch, spec, drawn))
     launch(
         compiled,
         device,
@@ -200,6 +232,6 @@ def run(problem: AttentionProblem, arch: str, spec: ForwardSpec, make_work_list:
         p.v_sum.contiguous() if spec.centred and p.v_sum is not None else None,
         p.v_mean.contiguous() if p.v_mean is not None else None,
         p.softmax_scale * LOG2_E,
-        min(processors, records.shape[0]),
+        items if drawn else min(processors, items),
     )
     return result

@@ -10,8 +10,8 @@ warps   role                                        file
 13      TMA                                         forward_load.py
 ======  ==========================================  =====================
 
-Every role walks the same items of the work list (``blockIdx.x``, then strides of ``gridDim.x`` through a list sorted longest first) and
-counts phases by itself; nothing but the barriers below passes between them.
+Every role walks the same items of the work list, sorted longest first (``work.py``, note [Drawn items]), and counts phases by itself;
+nothing but the barriers below passes between them.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ from lp_fa4.sm100.forward_correction import correction_role
 from lp_fa4.sm100.forward_load import load_role
 from lp_fa4.sm100.forward_mma import mma_role
 from lp_fa4.sm100.forward_softmax import softmax_role
-from lp_fa4.sm100.tmem_plan import TmemPlan, forward_plan
+from lp_fa4.sm100.tmem_plan import COLUMNS, TmemPlan, forward_plan
+from lp_fa4.sm100.work import ENTRY, READERS, RING
 
 THREADS = 512
 MMA_WARP, LOAD_WARP = 12, 13
@@ -41,16 +42,20 @@ class Barriers:
 
     ``q_*``: two items' worth of Q. ``k_*``, ``v_*``: ``stages`` tiles. Per Q tile: ``s_full`` scores are there (MMA), ``s_read`` scores are
     in registers (4 softmax warps), ``p_ready`` P is stored (4 softmax warps), ``o_ready`` O may be added to (4 correction warps: rescaled,
-    or written out), ``o_full`` O is complete (MMA), ``mail_*`` softmax to correction (4 warps each way).
+    or written out), ``o_full`` O is complete (MMA), ``mail_*`` softmax to correction (4 warps each way). Where items are drawn:
+    ``answered`` the launch control's answer is there, ``drawn_*`` the load warp's ring of items.
     """
 
     stages: int
+    drawn: bool = False
 
     def _places(self) -> dict[str, tuple[int, int, int]]:
         sizes = [("q_full", 2, 1), ("q_empty", 2, 1)]
         sizes += [(name, self.stages, 1) for name in ("k_full", "k_empty", "v_full", "v_empty")]
         sizes += [("s_full", 2, 1), ("s_read", 2, 4), ("p_ready", 2, 4), ("o_ready", 2, 4), ("o_full", 2, 1)]
         sizes += [("mail_full", 2, 4), ("mail_empty", 2, 4)]
+        if self.drawn:
+            sizes += [("answered", 1, 1), ("drawn_full", RING, 1), ("drawn_empty", RING, READERS)]
         places, at = {}, 0
         for name, many, arrivals in sizes:
             places[name] = (at, many, arrivals)
@@ -94,7 +99,8 @@ class Arguments(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory tensors. Scale atoms: one per Q tile and buffer, per key tile in flight, and per Q tile for P."""
+    """Shared memory tensors. Scale atoms: one per Q tile and buffer, per key tile in flight, and per Q tile for P. ``answer``, ``drawn``:
+    16 bytes of launch control, and the ring of drawn items."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -104,6 +110,8 @@ class Shared(NamedTuple):
     sf_v: cute.Tensor
     sf_p: cute.Tensor
     mail: cute.Tensor
+    answer: cute.Tensor
+    drawn: cute.Tensor
 
 
 class Forward:
@@ -112,7 +120,7 @@ class Forward:
     def __init__(self, spec: ForwardSpec, tuning: ForwardTuning, plan: TmemPlan | None = None):
         self.spec, self.tuning = spec, tuning
         self.plan = forward_plan(spec.head_dim, spec.block_scaled) if plan is None else plan
-        self.barriers = Barriers(tuning.stages)
+        self.barriers = Barriers(tuning.stages, tuning.drawn)
         self.atoms = Atoms(spec, self.plan, tuning.stages)
 
     @property
@@ -127,6 +135,8 @@ class Forward:
         size = -(-size // 1024) * 1024 + (4 + 2 * stages) * QUERY_TILE * dim
         if self.spec.block_scaled:
             size += (4 + 2 * stages + (0 if self.spec.p_scale == "constant" else 2)) * SF_BYTES
+        if self.tuning.drawn:
+            size += 16 * (1 + RING)
         return size + QUERY_TILE * 4 * 2 * 4
 
     @cute.jit
@@ -210,13 +220,16 @@ class Forward:
             cute.arch.alloc_tmem(self.plan.allocation, tmem_slot)
         cute.arch.barrier()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_slot)
+        if const_expr(self.plan.allocation == COLUMNS):
+            # who owns every column starts at column 0; a constant needs no register in any role
+            tmem = cute.make_ptr(Float32, 0, mem_space=cute.AddressSpace.tmem, assumed_align=16)
 
         if warp < 8:
             cute.arch.setmaxregister_increase(self.tuning.softmax_registers)
-            softmax_role(self, args, shared, bars, tmem, warp // 4, thread % QUERY_TILE)
+            softmax_role(self, args, shared, bars, tmem, warp, thread % QUERY_TILE)
         elif warp < 12:
             cute.arch.setmaxregister_decrease(self.tuning.correction_registers)
-            correction_role(self, args, shared, bars, tmem, thread - 2 * QUERY_TILE)
+            correction_role(self, args, shared, bars, tmem, warp - 8, thread - 2 * QUERY_TILE)
         else:
             cute.arch.setmaxregister_decrease(self.tuning.other_registers)
             if warp == MMA_WARP:
@@ -245,4 +258,8 @@ class Forward:
             if const_expr(self.spec.p_scale != "constant"):
                 sf_p = scales("p", 2)
         mail = storage.allocate_tensor(Float32, cute.make_layout((QUERY_TILE, 4, 2)), byte_alignment=16)
-        return Shared(q, k, v, sf_q, sf_k, sf_v, sf_p, mail)
+        answer = drawn = None
+        if const_expr(self.tuning.drawn):
+            answer = storage.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16)
+            drawn = storage.allocate_tensor(Int32, cute.make_layout((ENTRY, RING)), byte_alignment=16)
+        return Shared(q, k, v, sf_q, sf_k, sf_v, sf_p, mail, answer, drawn)

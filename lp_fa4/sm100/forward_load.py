@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 from lp_fa4.sm100.atoms import F8, SF_BYTES, load_scales
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm100.sync import wait
-from lp_fa4.sm100.work import fetch, same_queries, scale_tile
+from lp_fa4.sm100.work import NONE, fetch, hand_on, receive_item, request_item, same_queries, scale_tile
 
 
 @cute.jit
@@ -27,6 +27,7 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
     count, step = args.state[0], Int32(cute.arch.grid_dim()[0])
     index = Int32(cute.arch.block_idx()[0])
     done, base = Int32(0), Int32(0)
+    turn, requests, anew = Int32(0), Int32(0), Int32(1)
     while index < count:
         item = fetch(spec, args.records, index)
         kv_head = item.head // spec.group
@@ -38,7 +39,9 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
         s_v, g_v = _partition(args.tma_v, shared.v, pv.partition_B(g_v))
 
         fresh = True
-        if const_expr(spec.shared_q):
+        if const_expr(kernel.tuning.drawn):
+            fresh = anew != 0
+        elif const_expr(spec.shared_q):
             fresh = done == 0 or not same_queries(item, fetch(spec, args.records, cutlass.max(index - step, 0)))
         if fresh:
             buffer = done & 1
@@ -59,6 +62,9 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
         key_tile = item.first_key // KEY_TILE + item.sequence
         sf_k, sf_v = (args.sf_k, args.sf_v) if scaled else (None, None)
         for n in cutlass.range(item.steps, unroll=1):
+            if const_expr(kernel.tuning.drawn):  # noqa: SIM102 (compile time outside, run time inside)
+                if n == cutlass.max(item.steps - stages, 0):
+                    request_item(kernel, shared, bars)
             stage = (base + n) % stages
             free = ((base + n) // stages & 1) ^ 1
             wait(bars + bar.k_empty + stage, free)
@@ -70,7 +76,32 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
                 args.tma_v, g_v[None, n], s_v[None, stage], sf_v, key_tile + n, kv_head, shared.sf_v, stage, bars + bar.v_full + stage
             )
         base += item.steps
-        index += step
+        if const_expr(kernel.tuning.drawn):
+            index, anew, requests = draw(kernel, args, shared, bars, item, count, turn, requests)
+            turn += 1
+        else:
+            index += step
+
+
+@cute.jit
+def draw(kernel: cutlass.Constexpr, args, shared, bars, item, count, turn, requests):
+    """Receive the item after ``item``, asked for while that was being loaded, and hand it on; returns its index, whether its
+    queries have to be loaded, and the requests so far."""
+    spec = kernel.spec
+    index, granted = receive_item(kernel, shared, bars, requests)
+    requests += 1
+    while granted != 0 and index >= count:  # a record past the list's end: its place is taken all the same
+        request_item(kernel, shared, bars)
+        index, granted = receive_item(kernel, shared, bars, requests)
+        requests += 1
+    if granted == 0:
+        index = Int32(NONE)
+    coming = fetch(spec, args.records, cutlass.min(index, count - 1))
+    fresh = Int32(1)
+    if const_expr(spec.shared_q):
+        fresh = Int32(0) if same_queries(item, coming) else Int32(1)
+    hand_on(kernel, shared, bars, turn, index, coming.steps0, coming.steps1, fresh)
+    return index, fresh, requests
 
 
 @cute.jit

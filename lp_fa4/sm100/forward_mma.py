@@ -22,18 +22,19 @@ from lp_fa4.sm100.atoms import copy_scales, multiply
 from lp_fa4.sm100.config import KEY_TILE
 from lp_fa4.sm100.sync import commit, tensor_fence, wait, wait_tensor
 from lp_fa4.sm100.tmem_plan import prologue_columns
-from lp_fa4.sm100.work import fetch, item_steps, same_queries
+from lp_fa4.sm100.work import fetch, first_index, item_steps, read_drawn, same_queries
 
 
 @cute.jit
 def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
     """Issue every product of this CTA's items."""
     spec, bar, stages = kernel.spec, kernel.barriers, kernel.tuning.stages
-    count, step = args.state[0], Int32(cute.arch.grid_dim()[0])
-    index = Int32(cute.arch.block_idx()[0])
+    drawn = kernel.tuning.drawn
+    index, end = first_index(kernel, args)
+    turn = Int32(0)
     # key tiles, steps of Q tile 0, of Q tile 1, loads of Q: all before the current item's
     base, base0, base1, held = Int32(0), Int32(0), Int32(0), Int32(0)
-    if index < count:
+    if index < end:
         item = fetch(spec, args.records, index)
         wait(bars + bar.q_full, 0)
         wait_tensor(bars + bar.k_full, 0)
@@ -41,15 +42,15 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
             if item_steps(item, i) > 0:
                 scores(kernel, shared, bars, tmem, i, prologue_columns(kernel.plan, i), Int32(0), Int32(0))
         commit(bars + bar.k_empty)
-    while index < count:
+    while index < end:
         item = fetch(spec, args.records, index)
-        following = index + step
-        has_next = following < count
-        coming = fetch(spec, args.records, cutlass.min(following, count - 1))
-        fresh = has_next
-        if const_expr(spec.shared_q):
-            fresh = has_next and not same_queries(item, coming)
-        next_held = held + (Int32(1) if fresh else Int32(0))
+        # the next item, its steps, and whether its queries are loads of their own. Drawn: not known before the last key tile
+        following, coming0, coming1, fresh = index + Int32(cute.arch.grid_dim()[0]), Int32(0), Int32(0), Int32(1)
+        if const_expr(not drawn):
+            coming = fetch(spec, args.records, cutlass.min(following, end - 1))
+            coming0, coming1 = coming.steps0, coming.steps1
+            if const_expr(spec.shared_q):
+                fresh = Int32(0) if same_queries(item, coming) else Int32(1)
         for n in cutlass.range(item.steps, unroll=1):
             last = n + 1 == item.steps
             stage, phase = (base + n) % stages, (base + n) // stages & 1
@@ -66,17 +67,19 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                         commit(bars + bar.o_full + i)
                 if const_expr(i == 0):
                     if last:
-                        if fresh:
-                            wait(bars + bar.q_full + (next_held & 1), (next_held >> 1) & 1)
-                        if has_next:
+                        if const_expr(drawn):
+                            following, coming0, coming1, fresh = read_drawn(kernel, shared, bars, turn)
+                        if following < end:
+                            if fresh != 0:
+                                wait(bars + bar.q_full + (held + 1 & 1), (held + 1 >> 1) & 1)
                             wait_tensor(bars + bar.k_full + k_stage, k_phase)
                     else:
                         wait_tensor(bars + bar.k_full + k_stage, k_phase)
                 wanted = n + 1 < steps
                 buffer = held & 1
                 if last:
-                    wanted = has_next and item_steps(coming, i) > 0
-                    buffer = next_held & 1
+                    wanted = following < end and (coming0 if i == 0 else coming1) > 0
+                    buffer = held + fresh & 1
                 if wanted:
                     if const_expr(kernel.aliased):
                         # scores of the other tile issued so far, all of which must have been read
@@ -89,15 +92,17 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                     place = (kernel.plan[f"SFQ{i}"].start, kernel.plan[f"SFK{i}"].start) if kernel.spec.block_scaled else (0, 0)
                     scores(kernel, shared, bars, tmem, i, place, buffer, k_stage)
             commit(bars + bar.v_empty + stage)
-            if not last or has_next:
+            if not last or following < end:
                 commit(bars + bar.k_empty + k_stage)
-        if fresh or not has_next:
+        has_next = following < end
+        if fresh != 0 or not has_next:
             commit(bars + bar.q_empty + (held & 1))
         base += item.steps
         base0 += item.steps0
         base1 += item.steps1
-        held = next_held
+        held += fresh if has_next else Int32(0)
         index = following
+        turn += 1
     if base > 0:
         # the last arrival of the tensor core must find this CTA's barriers alive
         wait(bars + bar.q_empty + (held & 1), (held >> 1) & 1)

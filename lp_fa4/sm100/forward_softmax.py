@@ -17,7 +17,7 @@ from lp_fa4.common.numbers import bits_of, float_of, scale_of_byte
 from lp_fa4.sm100.atoms import F8, SF_BYTES, load_columns, store_columns
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm100.sync import arrive_tensor, wait, wait_tensor
-from lp_fa4.sm100.work import fetch
+from lp_fa4.sm100.work import fetch, first_index, next_index
 
 BLOCK = 32
 BLOCKS = KEY_TILE // BLOCK
@@ -28,20 +28,20 @@ _POLY = (0.05500893, 0.24221096, 0.69328293)
 
 
 @cute.jit
-def softmax_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, tile: Int32, thread: Int32):
-    """Serve Q tile ``tile`` of this CTA's items. ``thread``: 0..127, the row of the tile.
+def softmax_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, warp: Int32, thread: Int32):
+    """Serve one Q tile of this CTA's items. ``warp``: 0..7, four a tile; ``thread``: 0..127, the row of the tile.
 
     One code for both tiles (``tile`` is a number at run time), two loops: key tiles that every row sees whole, and those with a mask.
     """
     spec, plan = kernel.spec, kernel.plan
-    count, step = args.state[0], Int32(cute.arch.grid_dim()[0])
-    index = Int32(cute.arch.block_idx()[0])
-    base = Int32(0)
-    here = Softmax(kernel, bars + tile, tmem + tile * plan.distance, tile, thread)
+    index, end = first_index(kernel, args)
+    turn, base = Int32(0), Int32(0)
+    tile = warp >> 2
+    here = Softmax(kernel, bars + tile, tmem + tile * plan.distance, tile, thread, (warp & 3) * 32)
     if const_expr(spec.block_scaled and spec.p_scale == "constant" and not kernel.aliased):
         store_unit_scale(here)
         cute.arch.fence_view_async_tmem_store()
-    while index < count:
+    while index < end:
         item = fetch(spec, args.records, index)
         steps = item.steps0 if tile == 0 else item.steps1
         row = item.row + tile * QUERY_TILE
@@ -68,17 +68,20 @@ def softmax_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, tile: Int3
         if steps > 0:
             post(here, shared, base + steps - 1, (total, lazy, exact, centre))
         base += steps
-        index += step
+        index = next_index(kernel, shared, bars, index, turn)
+        turn += 1
 
 
 class Softmax(NamedTuple):
-    """What a softmax thread knows of its place. ``bars``, ``tmem``: shifted so that tile 0's places are this tile's."""
+    """What a softmax thread knows of its place. ``bars``, ``tmem``: shifted so that tile 0's places are this tile's. ``lanes``: first lane
+    of tensor memory of its warp (the same number in all lanes, so that addresses need no register of each)."""
 
     kernel: Any
     bars: Any
     tmem: Any
     tile: Int32
     thread: Int32
+    lanes: Int32
 
 
 @cute.jit
@@ -96,10 +99,12 @@ def key_tile(here, args, shared, item, n, turn, limit, masked: cutlass.Constexpr
             adds, floor = value_exponents(key_bytes(args.sf_v, item, n, spec.group, 0), floor)
 
     wait_tensor(bars + bar.s_full, turn & 1)
-    r = load_columns(here.tmem, plan["S0"].start, KEY_TILE, here.thread)
+    r = load_columns(here.tmem, plan["S0"].start, KEY_TILE, here.lanes)
     cute.arch.fence_view_async_tmem_load()
     if const_expr(kernel.aliased):
         announce_s_read(bars + bar.s_read)
+        if const_expr(spec.p_scale == "constant"):
+            store_unit_scale(here)  # early: its four registers would otherwise be held until P is stored
     if const_expr(masked):
         # select, never add: scores of pad keys may be NaN
         for j in cutlass.range_constexpr(KEY_TILE):
@@ -138,11 +143,8 @@ def key_tile(here, args, shared, item, n, turn, limit, masked: cutlass.Constexpr
             shift = bias + Float32(adds[b])
         probabilities(kernel, r, b, tops[b], factors[b], shift, words)
         store_block(here, r, b, centre, masked, seen)
-    if const_expr(spec.block_scaled):
-        if const_expr(spec.p_scale != "constant"):
-            share_scales(here, shared, words)
-        elif const_expr(kernel.aliased):
-            store_unit_scale(here)
+    if const_expr(spec.p_scale != "constant"):
+        share_scales(here, shared, words)
     cute.arch.fence_view_async_tmem_store()
     arrive_tensor(bars + bar.p_ready)
 
@@ -293,7 +295,7 @@ def store_block(here, r, b: cutlass.Constexpr, centre, masked: cutlass.Constexpr
     packed = cute.make_rmem_tensor(P_WORDS, Float32)
     codes = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=F8), cute.make_layout(BLOCK))
     codes.store(values.load().to(F8))
-    store_columns(here.tmem, here.kernel.plan["P0"].start + P_WORDS * b, P_WORDS, here.thread, packed)
+    store_columns(here.tmem, here.kernel.plan["P0"].start + P_WORDS * b, P_WORDS, here.lanes, packed)
 
 
 @cute.jit
@@ -318,7 +320,7 @@ def store_unit_scale(here):
     bits = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Int32), words.layout)
     for j in cutlass.range_constexpr(4):
         bits[j] = Int32(0x7F7F7F7F)
-    store_columns(here.tmem, here.kernel.plan["SFP0"].start, 4, here.thread, words)
+    store_columns(here.tmem, here.kernel.plan["SFP0"].start, 4, here.lanes, words)
 
 
 @cute.jit

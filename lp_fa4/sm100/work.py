@@ -1,4 +1,11 @@
-"""Work items as every warp role sees them: two Q tiles of one head of one sequence, and how many key tiles each has to visit."""
+"""Work items as every warp role sees them: two Q tiles of one head of one sequence, and how many key tiles each has to visit.
+
+Note [Drawn items]: a CTA starts with item ``blockIdx.x``. Without ``tuning.drawn`` it goes on in strides of ``gridDim.x``. With it, the
+grid has a CTA per record and a running CTA takes the place of one that has not started (Cluster Launch Control): the longest item not yet
+begun, whoever is free. The load warp draws, as it is the first to need an item and the last tiles of the one before hide the answer's
+latency, drops records past the list's end, and hands the rest on through a ring of ``RING`` entries in shared memory. Drawing as late as
+that matters: an item drawn early waits behind a long one while other CTAs run dry.
+"""
 
 from typing import NamedTuple
 
@@ -7,6 +14,16 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE, ForwardSpec
+from lp_fa4.sm100.sync import arrive, wait
+
+RING = 2
+"""Drawn items that may wait to be read; the phase arithmetic below is that of two."""
+ENTRY = 4
+"""Words of a ring entry: item, key tiles of its Q tiles 0 and 1, whether its queries are loaded anew."""
+READERS = 13
+"""Warps that read the ring: 8 softmax, 4 correction, 1 MMA."""
+NONE = 2**31 - 1
+"""Index that no list reaches: there is no next item."""
 
 
 class Item(NamedTuple):
@@ -62,3 +79,65 @@ def scale_tile(spec: ForwardSpec, sequence, first_query):
 def same_queries(a: Item, b: Item):
     """Whether two items of shared queries have the same Q tiles."""
     return a.head == b.head and a.row == b.row
+
+
+@cute.jit
+def first_index(kernel: cutlass.Constexpr, args):
+    """This CTA's first item, and the index that ends its walk: ``while index < end``."""
+    index, end = Int32(cute.arch.block_idx()[0]), args.state[0]
+    if const_expr(kernel.tuning.drawn):
+        index = index if index < end else Int32(NONE)
+        end = Int32(NONE)
+    return index, end
+
+
+@cute.jit
+def read_drawn(kernel: cutlass.Constexpr, shared, bars, turn: Int32):
+    """Entry ``turn`` (items drawn by this CTA before it) of the ring: ``(index, steps0, steps1, fresh)``. Once per warp of ``READERS``."""
+    bar = kernel.barriers
+    slot = turn & (RING - 1)
+    wait(bars + bar.drawn_full + slot, turn >> 1 & 1)
+    entry = [shared.drawn[j, slot] for j in range(ENTRY)]
+    arrive(bars + bar.drawn_empty + slot)
+    return entry[0], entry[1], entry[2], entry[3]
+
+
+@cute.jit
+def next_index(kernel: cutlass.Constexpr, shared, bars, index: Int32, turn: Int32):
+    """Index of the item after ``index``, the ``turn``-th of this CTA (note [Drawn items])."""
+    following = index + Int32(cute.arch.grid_dim()[0])
+    if const_expr(kernel.tuning.drawn):
+        following, _, _, _ = read_drawn(kernel, shared, bars, turn)
+    return following
+
+
+@cute.jit
+def request_item(kernel: cutlass.Constexpr, shared, bars):
+    """Ask for the next item; the answer comes asynchronously. The load warp's."""
+    answered = bars + kernel.barriers.answered
+    cute.arch.fence_proxy("async.shared", space="cta")  # the answer before was read by ordinary loads
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(answered, 16)
+        cute.arch.issue_clc_query(answered, shared.answer.iterator, multicast=False)
+
+
+@cute.jit
+def receive_item(kernel: cutlass.Constexpr, shared, bars, requests: Int32):
+    """Answer to request number ``requests``: ``(index, granted)``."""
+    wait(bars + kernel.barriers.answered, requests & 1)
+    index, _, _, granted = cute.arch.clc_response(shared.answer.iterator)
+    return index, granted
+
+
+@cute.jit
+def hand_on(kernel: cutlass.Constexpr, shared, bars, turn: Int32, index: Int32, steps0: Int32, steps1: Int32, fresh: Int32):
+    """Write entry ``turn`` of the ring."""
+    bar = kernel.barriers
+    slot = turn & (RING - 1)
+    wait(bars + bar.drawn_empty + slot, (turn >> 1 & 1) ^ 1)
+    with cute.arch.elect_one():
+        shared.drawn[0, slot] = index
+        shared.drawn[1, slot] = steps0
+        shared.drawn[2, slot] = steps1
+        shared.drawn[3, slot] = fresh
+        cute.arch.mbarrier_arrive(bars + bar.drawn_full + slot)

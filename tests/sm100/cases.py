@@ -19,6 +19,7 @@ from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor, quantize_mx
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from lp_fa4.sm100 import forward_host as sm100
+from tests.emulator import api, machine
 from tests.emulator.kernels import Case
 
 CONFIGS = {
@@ -50,13 +51,14 @@ def problem(
     zeros: bool = False,
     nan: bool = False,
     config: str = "default",
+    changes: dict | None = None,
     seed: int = 0,
 ) -> AttentionProblem:
     """Random operands. ``queries``: rows per sequence (jagged), or ``shared`` rows for all. ``capacity``: rows of k and v past the last
     sequence. ``sharpness``: standard deviation of the scores, about. ``zeros``: V's first block is 0 and its third smaller by 2^20.
     ``nan``: the second sequence's first block of V (columns 32 to 63) is NaN, as quantization leaves it: byte 255, payload 0.
-    ``config``: a key of ``CONFIGS``."""
-    cfg = CONFIGS[config]
+    ``config``: a key of ``CONFIGS``, with fields ``changes``."""
+    cfg = CONFIGS[config].with_(**changes or {})
     generator = torch.Generator().manual_seed(seed)
     kv_heads = kv_heads or heads
     ok, batch = offsets(keys), len(keys)
@@ -127,22 +129,23 @@ def poisoned(scale_atoms: Callable) -> Callable:
 def run(
     p: AttentionProblem,
     *,
-    p_scale: str = "constant",
-    block_scaled: bool = True,
     processors: int = 2,
+    drawn: bool = False,
     device_list: bool = False,
     arch: str = "sm_100a",
 ) -> ForwardResult:
-    """Launch the kernel for ``p`` on ``processors`` CTAs (call inside ``emulate``). ``device_list``: with the work list's own kernels."""
+    """Launch the kernel for ``p`` on ``processors`` CTAs at a time (call inside ``emulate``). ``drawn``: they draw their items.
+    ``device_list``: with the work list's own kernels."""
     from lp_fa4.sm90 import worklist
 
-    spec = sm100.forward_spec(p, p_scale, block_scaled)
+    spec = sm100.forward_spec(p)
     make = worklist.work_list if device_list else host_work_list
     with (
         mock.patch.object(sm100, "scale_atoms", poisoned(sm100.scale_atoms)),
         mock.patch.object(worklist, "arch_of", lambda device: arch),
+        mock.patch.object(machine, "MULTIPROCESSORS", processors),
     ):
-        return sm100.run(p, arch, spec, partial(make, query_tile=256), processors)
+        return sm100.run(p, arch, spec, partial(make, query_tile=256), processors, drawn)
 
 
 def case(arch: str, problem_of: dict, run_of: dict | None = None) -> Case:
@@ -151,6 +154,16 @@ def case(arch: str, problem_of: dict, run_of: dict | None = None) -> Case:
     torch.utils.deterministic.fill_uninitialized_memory = True
     p = problem(**problem_of)
     return Case(str(problem_of), arch, None, lambda: run(p, arch=arch, **(run_of or {})), Judge(p))
+
+
+def drawn(arch: str, problem_of: dict) -> dict[str, int]:
+    """Run a problem with drawn items on two multiprocessors: its items, the records of its list, and the CTAs that were launched."""
+    planned = case(arch, problem_of, {"drawn": True})
+    with mock.patch(f"{__name__}.host_work_list", side_effect=host_work_list) as listed:
+        value, result = api.call_under(planned.call, arch, api.Schedule("pct", 1))
+    planned.verify(value)
+    records, state = host_work_list(*listed.call_args.args, **listed.call_args.kwargs)
+    return {"items": int(state[0]), "records": records.shape[0], "launched": result.machines[-1].started}
 
 
 class Judge:

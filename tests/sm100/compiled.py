@@ -1,7 +1,7 @@
 """Compile variants for one target in a process of its own, and report what the assembler made: ``python -m tests.sm100.compiled sm_103a``.
 
-One JSON line per variant: registers at launch, stack and local bytes, dynamic shared memory, columns of tensor memory, and counts of
-instructions in the SASS.
+Every variant, with a fixed walk through the work list and (``NAME_drawn``) with drawn items. One JSON line each: registers at launch, stack
+and local bytes, dynamic shared memory, columns of tensor memory, and counts of instructions in the SASS.
 """
 
 import json
@@ -62,13 +62,13 @@ def inspect(cubin: Path) -> dict:
 
 
 def compile_variant(arch: str, name: str, folder: Path) -> dict:
-    """Compile one of ``VARIANTS`` and inspect it."""
+    """Compile one of ``VARIANTS`` (or ``NAME_drawn``) and inspect it."""
     from lp_fa4.sm100.config import ForwardSpec, forward_tuning
     from lp_fa4.sm100.forward_host import _compile_sm100_forward
     from lp_fa4.sm100.forward_kernel import Forward
 
-    spec = ForwardSpec(**VARIANTS[name])
-    tuning = forward_tuning(arch, spec)
+    spec = ForwardSpec(**VARIANTS[name.removesuffix("_drawn")])
+    tuning = forward_tuning(arch, spec, name.endswith("_drawn"))
     before = set(folder.glob("*.cubin"))
     _compile_sm100_forward(arch, spec, tuning)
     (cubin,) = set(folder.glob("*.cubin")) - before
@@ -82,7 +82,7 @@ def main(arch: str, names: list[str]) -> None:
     """Print one JSON line per variant."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder)
-        for name in names or VARIANTS:
+        for name in names or [n + how for n in VARIANTS for how in ("", "_drawn")]:
             print(json.dumps(compile_variant(arch, name, Path(folder))), flush=True)
 
 

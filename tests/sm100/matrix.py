@@ -1,7 +1,8 @@
 """The whole list: ``python -m tests.sm100.matrix [--schedules 16] [--queries 1 128 256 512] [--out FILE] [NAME ...]``.
 
 Every mode of the forward on sequences of 0, 1, 31, 33, 127, 128, 129, 300 and 700 keys, under adversarial schedules with the race checker;
-scale pads 0xFF. A minute or more a row, so not part of the test suite; one line per row as it passes, a traceback where it does not.
+scale pads 0xFF. CTAs draw their items (two run at a time), except in ``walked`` modes. A minute or more a row, so not part of the test
+suite; one line per row as it passes, a traceback where it does not.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from tests.sm100.cases import case
 ARCH = "sm_100a"
 KEYS = [0, 1, 31, 33, 127, 128, 129, 300, 700]
 TOKEN = ((32, 128), (32, 128), (32, 128))
+OUTSIDE = {"operand_scales": "outside"}
 MODES: dict[str, tuple[dict, dict]] = {
     "shared": ({"mean": True}, {}),
     "dense": ({"dense": True}, {}),
@@ -23,18 +25,20 @@ MODES: dict[str, tuple[dict, dict]] = {
     "causal": ({"dense": True, "causal": True}, {}),
     "d64": ({"dim": 64, "mean": True}, {}),
     "post": ({"config": "post", "sharpness": 4}, {}),
-    "softmax_max": ({"config": "post", "sharpness": 4}, {"p_scale": "softmax_max"}),
-    "fresh": ({"config": "post", "sharpness": 4}, {"p_scale": "fresh"}),
+    "softmax_max": ({"config": "post", "sharpness": 4, "changes": {"p_scale": "softmax_max"}}, {}),
+    "fresh": ({"config": "post", "sharpness": 4, "changes": {"p_scale": "fresh"}}, {}),
     "token_blocks": ({"mean": True, "blocks": TOKEN}, {}),
-    "outside_static": ({"mean": True, "blocks": TOKEN, "exponents": (None, None, -4)}, {"block_scaled": False}),
-    "outside_folded": ({"config": "post", "blocks": TOKEN, "zeros": True}, {"block_scaled": False}),
+    "outside_static": ({"mean": True, "blocks": TOKEN, "exponents": (None, None, -4), "changes": OUTSIDE}, {}),
+    "outside_folded": ({"config": "post", "blocks": TOKEN, "zeros": True, "changes": OUTSIDE}, {}),
+    "walked": ({"mean": True}, {"drawn": False}),
+    "walked_causal": ({"dense": True, "heads": 2, "kv_heads": 1, "causal": True}, {"drawn": False}),
 }
 
 
 def row(name: str, queries: int) -> tuple[dict, dict]:
     """Problem and run arguments of one mode at ``queries`` rows a sequence."""
     problem_of, run_of = MODES[name]
-    problem_of = {"keys": KEYS, "heads": 1, **problem_of}
+    problem_of, run_of = {"keys": KEYS, "heads": 1, **problem_of}, {"drawn": True, **run_of}
     if problem_of.pop("dense", False):
         problem_of["queries"] = [queries] * len(KEYS)
     else:

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.emulator
 
 MODULE = {"shared": 200, "mean": True}
 """The module's variant: shared queries, one and a half Q tiles, P centred, mean of V added back."""
+CAUSAL = {"kv_heads": 1, "causal": True, "config": "post"}
+OUTSIDE = {"operand_scales": "outside"}
 
 
 def check(worker, problem_of: dict, schedules: int = 2, **run_of) -> None:
@@ -18,9 +20,18 @@ def check(worker, problem_of: dict, schedules: int = 2, **run_of) -> None:
 
 
 def test_shared_queries_centred(blackwell):
-    """Every tail, an empty sequence, a spare capacity; the work list comes from its own kernels. Three CTAs on two heads: each alternates
-    between them, so Q is loaded for every item (with two CTAs it would be loaded once)."""
-    check(blackwell, {**MODULE, "keys": [31, 0, 300, 129], "capacity": 50}, 2, device_list=True, processors=3)
+    """Every tail, an empty sequence, a spare capacity; the work list comes from its own kernels. Three CTAs on two heads draw their items
+    (Cluster Launch Control): the ring wraps, and Q is loaded again or not, as it comes."""
+    check(blackwell, {**MODULE, "keys": [31, 0, 300, 129, 1], "capacity": 50}, 2, device_list=True, processors=3, drawn=True)
+
+
+def test_drawing_takes_the_place_of_launches(blackwell):
+    """Two multiprocessors: the CTAs that run draw most records, so few are launched. There are more records than items; every item is
+    done, as the result shows."""
+    lengths = {"keys": [129, 31, 1, 0, 40], "queries": [300, 0, 5, 40, 1]}
+    done = blackwell.call("tests.sm100.cases:drawn", problem_of={**lengths, **CAUSAL})
+    assert done["items"] < done["records"]
+    assert done["launched"] <= 3
 
 
 def test_lazy_maximum_moves_often(blackwell):
@@ -42,7 +53,7 @@ def test_nan_stays_in_its_sequence(blackwell):
 def test_jagged_queries_causal_gqa(blackwell):
     """Jagged queries, more queries than keys (rows that see nothing), two query heads per key head, the conventional preset."""
     lengths = {"keys": [300, 31, 1, 0], "queries": [300, 130, 5, 40]}
-    check(blackwell, {**lengths, "kv_heads": 1, "causal": True, "sharpness": 2, "config": "post"})
+    check(blackwell, {**lengths, **CAUSAL, "sharpness": 2}, drawn=True)
 
 
 def test_head_dim_64(blackwell):
@@ -52,20 +63,20 @@ def test_head_dim_64(blackwell):
 
 def test_data_dependent_scales_of_p(blackwell):
     """Row scales of P through shared memory; sharp scores, so that blocks of P differ by many powers of two."""
-    check(blackwell, {"keys": [128, 300], "queries": [64, 129], "sharpness": 4, "config": "post"}, p_scale="fresh")
+    check(blackwell, {"keys": [128, 300], "queries": [64, 129], "sharpness": 4, "config": "post", "changes": {"p_scale": "fresh"}})
 
 
 def test_scales_outside_the_mma_static_v(blackwell):
     """Token blocks of Q and K applied to score rows and columns, V static, P centred: the plain f8f6f4 kernel."""
     blocks, exponents = ((32, 128), (32, 128), (32, 128)), (None, None, -4)
-    check(blackwell, {**MODULE, "keys": [33, 0, 257], "blocks": blocks, "exponents": exponents}, block_scaled=False)
+    check(blackwell, {**MODULE, "keys": [33, 0, 257], "blocks": blocks, "exponents": exponents, "changes": OUTSIDE})
 
 
 def test_scales_outside_the_mma_folded_v(blackwell):
     """V's exponents folded into P: blocks of V that differ by 2^20 and blocks of zeros, which still count in the row sum."""
     blocks = ((32, 128), (128, 128), (32, 128))
     lengths = {"keys": [300, 31, 0], "queries": [129, 40, 3]}
-    check(blackwell, {**lengths, "blocks": blocks, "zeros": True, "config": "post"}, block_scaled=False)
+    check(blackwell, {**lengths, "blocks": blocks, "zeros": True, "config": "post", "changes": OUTSIDE})
 
 
 def test_no_keys_at_all():

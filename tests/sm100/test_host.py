@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import lp_fa4
-from lp_fa4.config import AttentionConfig
+from lp_fa4.config import P_SCALES, AttentionConfig
+from lp_fa4.dispatch import Features
 from lp_fa4.mx import quantize_mx
-from lp_fa4.sm100.forward_host import forward_spec, scale_atoms, token_scales
+from lp_fa4.sm100.forward_host import drawing_pays, forward_spec, scale_atoms, unsupported
 from tests.sm100.cases import offsets, problem
 
 
@@ -39,14 +40,36 @@ def test_other_devices_are_refused_in_words():
         lp_fa4.sm100.forward(p)
 
 
+def test_items_are_drawn_where_they_differ():
+    jagged, one, causal = problem([300, 5, 40], shared=3), problem([300], shared=3), problem([300], queries=[300], causal=True)
+    assert drawing_pays(jagged, 6, 4) and not drawing_pays(jagged, 6, 6)
+    assert not drawing_pays(one, 6, 4)
+    assert drawing_pays(causal, 6, 4)
+
+
 def test_variants_are_refused_in_words():
-    centred = problem([5], shared=3)
-    with pytest.raises(ValueError, match="p_scale is 'fresh' but P is centred"):
-        forward_spec(centred, "fresh")
-    with pytest.raises(ValueError, match="fold_v is True"):
-        forward_spec(centred, block_scaled=False)
-    with pytest.raises(ValueError, match=r"k has blocks \(32, 32\); without block-scaled MMA the width must be head_dim = 128"):
-        token_scales(centred.k, "k")
+    outside, token = {"operand_scales": "outside"}, ((32, 128),) * 3
+    with pytest.raises(ValueError, match=r'q has blocks \(32, 32\); with operand_scales="outside" the width must be head_dim = 128'):
+        forward_spec(problem([5], shared=3, changes=outside))
+    with pytest.raises(ValueError, match=r"v has blocks \(32, 128\) and P is centred"):
+        forward_spec(problem([5], shared=3, blocks=token, changes=outside))
+    assert forward_spec(problem([5], queries=[3], causal=True, blocks=token, changes=outside)).fold_v
+    assert not forward_spec(problem([5], shared=3, blocks=token, exponents=(None, None, -4), changes=outside)).fold_v
+
+
+@pytest.mark.parametrize("p_scale", P_SCALES)
+def test_the_config_chooses_the_scale_of_p(p_scale):
+    assert forward_spec(problem([5], shared=3, config="post", changes={"p_scale": p_scale})).p_scale == p_scale
+
+
+def test_capability_knows_the_operands():
+    config = AttentionConfig(operand_scales="outside")
+    features = Features(128, config=config, blocks=((32, 128), (32, 128), (0, 128)))
+    assert unsupported(features) == ""
+    assert "v has blocks (32, 128) and P is centred" in unsupported(features._replace(blocks=((32, 128),) * 3))
+    assert unsupported(features._replace(blocks=((32, 128),) * 3, causal=True)) == ""
+    assert "k has blocks (32, 32)" in unsupported(features._replace(blocks=((32, 128), (32, 32), (0, 128))))
+    assert "needs operands quantized with one exponent" in unsupported(features._replace(blocks=None))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
