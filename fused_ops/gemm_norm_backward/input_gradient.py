@@ -4,10 +4,14 @@
     dx   = rstd * (g * dxn - xhat * mean_c(g * dxn * xhat))
     parts[i] = sum over the rows of warp i of dxn * xhat
 
-``dk``'s codes become BF16 in registers (exact: four significant bits under a power of two) and are the MMA's A operand, so its exponents
-may differ from block to block at no cost and no accumulator is rescaled. A cluster shares the columns of a row: each CTA keeps its slab
-of ``w_k`` in shared memory for the whole launch, so that nothing is read from L2 again and again, and the CTAs exchange one number a
-row. Each warpgroup walks tiles of 64 consecutive tokens by itself; sequences matter to a row's scales alone, not to the tiling.
+``dk``'s codes become FP16 in registers, two instructions for two of them, and are the MMA's A operand: each under its exponent relative
+to the largest of its row, which the epilogue multiplies back where it adds ``dv``. The weight is BF16 in memory and FP16 in shared memory,
+under one power of two. FP16 holds 11 bits over 2^14 and some over another 2^24, so nothing is lost that an FP32 sum would keep, exponents
+may differ from block to block at no cost, and no accumulator is rescaled. (Gradients in BF16 meet the weight in BF16.)
+
+A cluster shares the columns of a row: each CTA keeps its slab of ``w_k`` in shared memory for the whole launch, so that nothing is read
+from L2 again and again, and the CTAs exchange one number a row. Each warpgroup walks tiles of 64 consecutive tokens by itself; sequences
+matter to a row's scales alone, not to the tiling.
 
 The order of a contraction is free, and that of the columns too: a thread's 16 consecutive codes serve four MMA steps, and its accumulators
 are runs of 8 consecutive columns. So every operand goes from global memory to registers and back in whole sectors, without shared memory.
@@ -16,26 +20,31 @@ are runs of 8 consecutive columns. So every operand goes from global memory to r
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hop
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
 from fused_ops.gemm_norm_backward.config import TILE, InputSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
+    block_byte,
     block_factor,
-    codes_to_bf16,
+    codes_to_f16,
     float_to_pair,
     load_words,
     pair_to_float,
+    pinned,
     prefetch_line,
+    relative_factor,
     search,
     search_alone,
 )
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import e4m3x4_to_float, quad_sum
+from lp_fa4.common.numbers import e4m3x4_to_float, float_of, quad_sum, scale_of_byte, warp_max
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
+HEAD = 6
+"""The row's largest codes are multiplied by 2^6: 448 becomes 28,672 of FP16's 65,504."""
 DEPTH = 64
 """Contraction of one group of MMAs: a thread's 16 codes of a row, in 4 steps."""
 
@@ -47,6 +56,7 @@ class InputGradient:
         self.spec = spec
         self.runs = spec.slab // 32
         self.half = spec.dtype == "float16"
+        self.element = Float16 if spec.dk.mx else BFloat16
 
     @cute.jit
     def __call__(
@@ -68,8 +78,9 @@ class InputGradient:
     ):
         spec = self.spec
         mma = hop.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, spec.slab), warpgroup.OperandSource.RMEM
-        )
+            self.element, self.element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, spec.slab),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
         self.kernel(mma, dk, dk_scale, dv, dv_scale, mean, w, x, gain, rstd, offsets, dx, parts).launch(
             grid=[clusters * spec.cluster, 1, 1],
             block=[128 * spec.groups, 1, 1],
@@ -81,8 +92,8 @@ class InputGradient:
     def weight_layout(self):
         """The slab in shared memory, [columns, contraction], K-major."""
         spec = self.spec
-        atom = hop.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, spec.rows)
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, BFloat16), (spec.slab, spec.rows), order=(0, 1))
+        atom = hop.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element, spec.rows)
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, self.element), (spec.slab, spec.rows), order=(0, 1))
 
     def storage(self, layout):
         """Shared memory of a CTA. ``sums``: what the cluster's CTAs send, by warpgroup, slot and sender; a slot is full, then empty."""
@@ -93,7 +104,8 @@ class InputGradient:
             bars: cute.struct.Align[cute.struct.MemRange[Int64, 4 * spec.groups], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * spec.groups * spec.cluster * TILE], 16]
             gain: cute.struct.Align[cute.struct.MemRange[Float32, spec.slab], 16]
-            w: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
+            top: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
+            w: cute.struct.Align[cute.struct.MemRange[self.element, cute.cosize(layout)], 1024]
 
         return Storage
 
@@ -132,7 +144,10 @@ class InputGradient:
                     for i in cutlass.range_constexpr(4 * spec.groups):
                         cute.arch.mbarrier_init(store.bars.data_ptr() + i, 1 if i % 4 < 2 else 4 * spec.cluster)
                 cute.arch.mbarrier_init_fence()
-        self.load_weight(w, gain, slab, gains, column0)
+        unit, back = Float32(1.0), Float32(1.0)
+        if const_expr(spec.dk.mx):
+            unit, back = self.weight_unit(w, store.top.data_ptr(), column0)
+        self.load_weight(w, gain, slab, gains, column0, unit)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         if const_expr(spec.cluster > 1):
@@ -144,7 +159,16 @@ class InputGradient:
             batch = Int32(offsets.shape[0]) - 1
             total = Int32(offsets[batch])
         io = Bundle(dk=dk, dk_scale=dk_scale, dv=dv, dv_scale=dv_scale, mean=mean, x=x, rstd=rstd, offsets=offsets, dx=dx)
-        at = Bundle(batch=batch, total=total, limit=Int32(x.shape[0]), column0=column0, rank=rank, group=group, warp=warp)
+        at = Bundle(
+            batch=batch,
+            total=total,
+            limit=Int32(x.shape[0]),
+            column0=column0,
+            rank=rank,
+            group=group,
+            warp=warp,
+            unit=back,
+        )
         exchange = Bundle(bars=store.bars.data_ptr() + 4 * group, sums=store.sums.data_ptr() + 2 * spec.cluster * TILE * group)
         thread = mma.get_slice(0)
         b = thread.make_fragment_B(thread.partition_B(slab))
@@ -167,8 +191,32 @@ class InputGradient:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def load_weight(self, w: cute.Tensor, gain: cute.Tensor, slab: cute.Tensor, gains: cute.Tensor, column0: Int32):
-        """This CTA's columns of ``w [rows, columns]``, both axes in the order of the registers, and of the norm's weight."""
+    def weight_unit(self, w: cute.Tensor, top, column0: Int32):
+        """The power of two that brings the largest finite weight of this CTA's columns to [2^14, 2^15), and its reciprocal."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        eighths = spec.slab // 8
+        largest = Int32(0)
+        for i in cutlass.range(tid, spec.rows * eighths, 128 * spec.groups):
+            words = cute.make_rmem_tensor(4, Uint32)
+            load_words(w, i // eighths, column0 + 8 * (i % eighths), words)
+            for n in cutlass.range_constexpr(4):
+                for bits in ((Int32(words[n]) << 16) & 0x7FFF0000, Int32(words[n]) & 0x7FFF0000):
+                    largest = cutlass.max(largest, bits if bits < 0x7F800000 else Int32(0))
+        if tid == 0:
+            cute.make_tensor(top, cute.make_layout(4))[0] = Int32(0)
+        cute.arch.sync_threads()
+        largest = warp_max(largest)
+        if tid % 32 == 0:
+            cute.arch.atomic_max(top, largest)
+        cute.arch.sync_threads()
+        exponent = cute.make_tensor(top, cute.make_layout(4))[0] >> 23
+        unit = cutlass.min(cutlass.max(268 - exponent, 15), 239)
+        return float_of(unit << 23), float_of((254 - unit) << 23)
+
+    @cute.jit
+    def load_weight(self, w: cute.Tensor, gain: cute.Tensor, slab: cute.Tensor, gains: cute.Tensor, column0: Int32, unit: Float32):
+        """This CTA's columns of ``w [rows, columns]`` times ``unit``, both axes in the order of the registers, and the norm's weight."""
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         eighths = spec.slab // 8
@@ -181,7 +229,10 @@ class InputGradient:
             # column 32 q + 8 t + 2 j + i of its runs at 32 q + 8 j + 2 t + i
             place = k // 64 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 16 % 4 * 2 + k % 2
             for e in cutlass.range_constexpr(8):
-                slab[chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2, place] = values[e]
+                value = values[e]
+                if const_expr(spec.dk.mx):
+                    value = (values[e].to(Float32) * unit).to(Float16)
+                slab[chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2, place] = value
         for i in cutlass.range(tid, spec.slab, 128 * spec.groups):
             gains[i] = gain[column0 + i]
 
@@ -230,8 +281,8 @@ class InputGradient:
         rows, places, sequences = [row0, row0 + 8], [found[0, 0], found[1, 0]], [found[0, 1], found[1, 1]]
         codes = cute.make_rmem_tensor((words, chunks, 2), Uint32)
         codes.fill(0)
-        factors = cute.make_rmem_tensor((chunks, 2), Float32)
-        factors.fill(0.0)
+        bytes_ = cute.make_rmem_tensor((chunks, 2), Int32)
+        bytes_.fill(0)
         for i in cutlass.range_constexpr(2):
             if rows[i] < at.total:
                 for c in cutlass.range_constexpr(chunks):
@@ -241,8 +292,15 @@ class InputGradient:
                         for n in cutlass.range_constexpr(4):
                             codes[j + n, c, i] = part[n]
                     if const_expr(spec.dk.mx):
-                        factors[c, i] = block_factor(io.dk_scale, places[i], DEPTH * c + 16 * quad, spec.dk.width, spec.dk.static)
+                        bytes_[c, i] = block_byte(io.dk_scale, places[i], DEPTH * c + 16 * quad, spec.dk.width, spec.dk.static)
         self.prefetch(io, at, tile + step)
+        tops = [Int32(0), Int32(0)]
+        if const_expr(spec.dk.mx):
+            for i in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(chunks):
+                    tops[i] = cutlass.max(tops[i], bytes_[c, i] if bytes_[c, i] < 255 else Int32(0))
+                for offset in (1, 2):
+                    tops[i] = cutlass.max(tops[i], cute.arch.shuffle_sync_bfly(tops[i], offset=offset))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
         operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, DEPTH))) for _ in range(2)]
         for c in cutlass.range_constexpr(chunks):
@@ -252,7 +310,8 @@ class InputGradient:
             for s in cutlass.range_constexpr(4):
                 for i in cutlass.range_constexpr(2):
                     if const_expr(spec.dk.mx):
-                        a[4 * s + i], a[4 * s + 2 + i] = codes_to_bf16(codes[s, c, i], factors[c, i])
+                        factor = relative_factor(bytes_[c, i], tops[i], HEAD)
+                        a[4 * s + i], a[4 * s + 2 + i] = codes_to_f16(codes[s, c, i], factor)
                     else:
                         a[4 * s + i], a[4 * s + 2 + i] = Int32(codes[2 * s, c, i]), Int32(codes[2 * s + 1, c, i])
             warpgroup.fence()
@@ -288,6 +347,9 @@ class InputGradient:
             self.locate(io, at, tile + step, found)
         warpgroup.wait_group(0)
 
+        units = [Float32(1.0), Float32(1.0)]
+        if const_expr(spec.dk.mx):
+            units = [scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD)) for top in tops]
         sums = [Float32(0.0), Float32(0.0)]
         for q in cutlass.range_constexpr(self.runs):
             gain = cute.make_rmem_tensor(8, Float32)
@@ -304,14 +366,18 @@ class InputGradient:
                 for e in cutlass.range_constexpr(8):
                     index = e % 2 + 2 * i + 4 * (4 * q + e // 2)
                     d = acc[index]
-                    if const_expr(spec.dv is not None):
-                        d = d + extra[e]
-                    if const_expr(spec.mean):
-                        d = d + base[e]
-                    acc[index] = d
-                    product = d * (xf[e] * scale[i])
-                    sums[i] = sums[i] + gain[e] * product
-                    column_sums[e] = column_sums[e] + product
+                    if const_expr(spec.dv is not None and spec.mean):
+                        d = d * units[i] + (extra[e] + base[e])
+                    elif const_expr(spec.dv is not None):
+                        d = d * units[i] + extra[e]
+                    elif const_expr(spec.mean):
+                        d = d * units[i] + base[e]
+                    else:
+                        d = d * units[i]
+                    xhat = xf[e] * scale[i]
+                    column_sums[e] = column_sums[e] + d * xhat
+                    acc[index] = d * gain[e]
+                    sums[i] = sums[i] + acc[index] * xhat
             if const_expr(spec.need_norm):
                 columns[q] = columns[q] + sum_rows(column_sums)
         if const_expr(spec.need_x):
@@ -321,28 +387,26 @@ class InputGradient:
                 sums = self.exchange(at, exchange, sums, turn)
             for i in cutlass.range_constexpr(2):
                 if rows[i] < at.limit:
-                    share = sums[i] * Float32(1.0 / spec.columns)
+                    share = scale[i] * (sums[i] * Float32(1.0 / spec.columns))
                     for q in cutlass.range_constexpr(self.runs):
-                        gain = cute.make_rmem_tensor(8, Float32)
-                        load_gain(gains, 32 * q + 8 * quad, gain)
-                        xf = self.x_of(xs, q, i)
+                        xf = self.x_of(xs, q, i, True)
                         out = cute.make_rmem_tensor(4, Int32)
                         for e in cutlass.range_constexpr(0, 8, 2):
                             pair = []
                             for n in cutlass.range_constexpr(2):
                                 d = acc[n + 2 * i + 4 * (4 * q + e // 2)]
-                                pair.append(scale[i] * (gain[e + n] * d - xf[e + n] * scale[i] * share))
+                                pair.append(scale[i] * (d - xf[e + n] * share))
                             out[e // 2] = float_to_pair(pair[0], pair[1], self.half)
                             if rows[i] >= at.total:
                                 out[e // 2] = Int32(0)
                         store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, out)
 
     @cute.jit
-    def x_of(self, xs: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr):
-        """Eight values of ``x``."""
+    def x_of(self, xs: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr, again: cutlass.Constexpr = False):
+        """Eight values of ``x``; ``again``: unpacked anew, because the compiler would rather keep them all than unpack them twice."""
         out = []
         for n in cutlass.range_constexpr(4):
-            out += pair_to_float(xs[n, q, i], self.half)
+            out += pair_to_float(pinned(xs[n, q, i]) if const_expr(again) else xs[n, q, i], self.half)
         return out
 
     @cute.jit

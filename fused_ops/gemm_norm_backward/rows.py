@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import e4m3x4_to_float, inline_ptx, scale_of_byte
+from lp_fa4.common.numbers import e4m3x4_to_float, float_of, inline_ptx, scale_of_byte
 
 GROUP = 32
 
@@ -13,6 +13,11 @@ GROUP = 32
 def bf16x2(a, b):
     """Two FP32 to packed BF16, ``a`` low."""
     return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
+def pinned(word):
+    """The same word, opaque to the compiler."""
+    return Int32(inline_ptx(T.i32(), [Int32(word)], "mov.b32 $0, $1;", "=r,r", side_effects=True))
 
 
 def prefetch_line(address):
@@ -67,10 +72,36 @@ def codes_to_bf16(word, factor: Float32):
 
 
 @cute.jit
+def codes_to_f16(word, factor: Int32):
+    """Four E4M3 codes times a power of two, given as a pair of FP16, as two words of FP16."""
+    out = []
+    for i in cutlass.range_constexpr(2):
+        text = f"{{.reg .b16 l, h; .reg .b32 v; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 v, {'lh'[i]}; mul.rn.f16x2 $0, v, $2;}}"
+        out.append(Int32(inline_ptx(T.i32(), [Int32(word), factor], text, "=r,r,r")))
+    return out
+
+
+@cute.jit
+def relative_factor(byte: Int32, top: Int32, head: cutlass.Constexpr) -> Int32:
+    """``2**(byte - top + head)`` as a pair of FP16, ``byte <= top``; NaN for byte 255. 0 under 2^-25."""
+    exponent = cutlass.max(byte - top + head, -40)
+    pair = float_to_pair(float_of((exponent + 127) << 23), float_of((exponent + 127) << 23), True)
+    if byte == 255:
+        pair = Int32(0x7E007E00)
+    return pair
+
+
+@cute.jit
+def block_byte(scale: cute.Tensor, row: Int32, column: Int32, width: cutlass.Constexpr, static: cutlass.Constexpr) -> Int32:
+    """Scale byte of the block that holds ``column``, in row ``row`` of the scales (static ones have one row)."""
+    at = Int64(0) if cutlass.const_expr(static) else Int64(row)
+    return Int32(scale[at, column // width])
+
+
+@cute.jit
 def block_factor(scale: cute.Tensor, row: Int32, column: Int32, width: cutlass.Constexpr, static: cutlass.Constexpr) -> Float32:
     """Factor of the block that holds ``column``, in row ``row`` of the scales (static ones have one row)."""
-    at = Int64(0) if cutlass.const_expr(static) else Int64(row)
-    return scale_of_byte(Int32(scale[at, column // width]))
+    return scale_of_byte(block_byte(scale, row, column, width, static))
 
 
 @cute.jit

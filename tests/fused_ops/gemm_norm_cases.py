@@ -65,7 +65,8 @@ def problem(
 
     x = (sized(columns) + 0.1 * random(1, columns)).to(getattr(torch, dtype))
     rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
-    values = dict(dk=sized(rows), dv=sized(columns), xn=x.float() * rstd[:, None])
+    spread = torch.exp2(torch.randint(-15, 16, (rows // 32,), generator=generator, device=device).float()).repeat_interleave(32)
+    values = dict(dk=sized(rows) * spread, dv=sized(columns), xn=x.float() * rstd[:, None])
     for row, what in zip(bad, (torch.nan, torch.inf, -torch.inf), strict=False):
         values["dk"][row, (7 * row) % rows] = what
         values["dv"][row - 1, (5 * row) % columns] = what
