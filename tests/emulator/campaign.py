@@ -67,8 +67,8 @@ def build(arch: str, builder: str, arguments: dict[str, Any]) -> Any:
 
 
 def _line(report: Any) -> str:
-    """Source lines of a report's accesses."""
-    return " -> ".join(re.findall(r"\(([\w.]+\.py:\d+)\)", f"{report.first} {report.second}"))
+    """Source line of a report's first access (the load that is used early, the arrival that comes late)."""
+    return next(iter(re.findall(r"\(([\w.]+\.py:\d+)\)", f"{report.first} {report.second}")), "")
 
 
 def run_case(arch: str, builder: str, arguments: dict[str, Any], waivers: str, schedules: list[Any], log: Any) -> dict[str, Any]:

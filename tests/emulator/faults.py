@@ -361,13 +361,14 @@ def campaign_cases() -> dict[str, Any]:
 
 
 def summary(arch: str, case: str, schedules: int = 1) -> dict[str, Any]:
-    """Plant every fault of a case that acts; how many were caught, and where the others are."""
+    """Plant every fault of a case that acts; how many were caught, and what is found out about the others."""
     builder, waivers = campaign_cases()[case]
     campaign = Campaign(builder(), waivers, api.schedules(schedules))
     campaign.baseline()
     campaign.sites = [x for x in campaign.sites if x.acts]
     campaign.plant()
-    missed = [f"{x.kind} {x.where}" for x in campaign.sites if not x.caught]
+    campaign.explain()
+    missed = {f"{x.kind} {x.where}": x.explained for x in campaign.sites if not x.caught}
     return {"acting": len(campaign.sites), "caught": len(campaign.sites) - len(missed), "missed": missed}
 
 

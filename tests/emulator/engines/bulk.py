@@ -280,9 +280,13 @@ def put(b: Box, data: np.ndarray) -> None:
 def tensor_copy(g: Any, I: Instr, m: np.ndarray) -> None:
     if "tile" not in I.parts:
         raise I.unsupported("TMA without .tile")
-    load = isinstance(I.args[1], TensorMem)
-    for lane in np.flatnonzero(m):
-        (_load if load else _store)(g, I, int(lane))
+    if isinstance(I.args[1], TensorMem):
+        for lane in np.flatnonzero(m):
+            _load(g, I, int(lane))
+        return
+    # Kernels issue stores from whole warps, with equal operands: each lane's is performed, the profile counts one a warp.
+    moved = {(int(lane) // 32, *_store(g, I, int(lane))) for lane in np.flatnonzero(m)}
+    g.machine.add("tma_store_bytes", sum(x[-1] for x in moved))
 
 
 def _load(g: Any, I: Instr, lane: int) -> None:
@@ -323,7 +327,8 @@ def _load(g: Any, I: Instr, lane: int) -> None:
     g.machine.add("tma_load_bytes", b.nbytes)
 
 
-def _store(g: Any, I: Instr, lane: int) -> None:
+def _store(g: Any, I: Instr, lane: int) -> tuple[int, ...]:
+    """Issue one lane's store; returns what tells it from others, its bytes last."""
     A = I.args
     t, c = _descriptor(g, I, A[0], lane)
     src = _one(g, A[1], lane)
@@ -345,7 +350,7 @@ def _store(g: Any, I: Instr, lane: int) -> None:
         put(b, data)
 
     store_operation(g, lane, action)
-    g.machine.add("tma_store_bytes", b.nbytes)
+    return (t.address, src, *c, b.nbytes)
 
 
 @op("cp.async.bulk.prefetch", allow="L2 tensor global tile 1d 2d 3d 4d 5d L2::cache_hint")

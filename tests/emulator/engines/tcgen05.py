@@ -461,3 +461,6 @@ def mma(g: Any, I: Instr, m: np.ndarray) -> None:
             raise UnsupportedError(f"{error}; {g.where(I)}") from None
         g.machine.submit(_queue(g), p.execute)
         g.machine.add("mma_flops", 2 * p.m * p.n * p.k)
+        g.machine.add(f"mma_flops_{int(8 * p.element)}bit", 2 * p.m * p.n * p.k)
+        rows = p.b_rows + (0 if p.a_in_tmem else p.a_rows)
+        g.machine.add("mma_shared_bytes", int(len(p.ctas) * rows * p.k * p.element))

@@ -363,6 +363,8 @@ def _submit(g: Any, group: Warpgroup, product: Product) -> None:
 
     g.machine.submit(("wgmma", g.cluster.number, g.cta.rank, (g.first_warp + _first(g, product)) // WARPS), complete)
     g.machine.add("mma_flops", 2 * ROWS * s.n * s.k)
+    g.machine.add(f"mma_flops_{8 * s.element}bit", 2 * ROWS * s.n * s.k)
+    g.machine.add("mma_shared_bytes", (s.n + (ROWS if s.a_registers is None else 0)) * s.k * s.element)
 
 
 def _first(g: Any, product: Product) -> int:
