@@ -12,25 +12,27 @@ from ..registry import Wait, op
 
 
 class Generation:
-    """A counting barrier that starts over when full. ``clock`` is the race checker's, joined by arrivals."""
+    """A counting barrier that starts over when full. ``clock`` is the race checker's, joined by arrivals; ``edge`` holds
+    what those who wait for the current generation will learn when it is full."""
 
-    __slots__ = ("arrived", "clock", "generation", "name", "released")
+    __slots__ = ("arrived", "clock", "edge", "generation", "name")
 
     def __init__(self, name: str) -> None:
         self.name, self.arrived, self.generation = name, 0, 0
         self.clock: Any = None
-        self.released: Any = None
+        self.edge: list[Any] = [None]
 
 
 class GenerationWait(Wait):
     def __init__(self, barrier: Generation, gang: Any) -> None:
         self.barrier, self.generation, self.gang = barrier, barrier.generation, gang
+        self.edge = barrier.edge
 
     def ready(self) -> bool:
         if self.barrier.generation == self.generation:
             return False
         if self.gang.clock is not None:
-            self.gang.clock.acquire(self.barrier.released, self.barrier.name)
+            self.gang.clock.acquire(self.edge[0], self.barrier.name)
         return True
 
     def describe(self) -> str:
@@ -47,7 +49,7 @@ def arrive(g: Any, b: Generation, n: int, total: int, release: bool) -> bool:
     if b.arrived < total:
         return False
     b.arrived, b.generation = 0, b.generation + 1
-    b.released, b.clock = b.clock, None
+    b.edge[0], b.clock, b.edge = b.clock, None, [None]
     g.machine.events += 1
     return True
 
@@ -70,7 +72,7 @@ def _named(g: Any, I: Instr, m: np.ndarray, wait: bool) -> list[tuple[np.ndarray
         except BarrierError as error:
             raise BarrierError(f"{error}; {g.where(I)}") from None
         if wait and full and g.clock is not None:
-            g.clock.acquire(b.released, b.name)
+            g.clock.acquire(waiting.edge[0], b.name)
         parts.append((lanes, waiting if wait and not full else None))
     return parts
 
