@@ -9,12 +9,11 @@ from torch import Tensor
 from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.config import LOG2_E
 from lp_fa4.mx import MXTensor
-from lp_fa4.mx.layout import scatter_sf
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from lp_fa4.sm100.config import ARCHS, HEAD_DIMS, KEY_TILE, QUERY_TILE, ForwardSpec, ForwardTuning, forward_tuning
+from lp_fa4.sm100.scale_atoms import SF_ATOM, scale_atoms
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-SF_ATOM = 512
 
 
 @kernel_cache
@@ -56,28 +55,6 @@ def fake_arguments(spec: ForwardSpec) -> list[Any]:
         Float32(1.0),
         Int32(1),
     ]
-
-
-def scale_atoms(x: MXTensor, axis: int) -> Tensor:
-    """Swizzled scales of an attention operand, one 512-byte atom per (128-token tile, head): uint8 ``[tiles, heads, 512]``.
-
-    ``axis``: 1 contracts over the head dimension (Q, K), 0 over tokens (V). A head dimension below 128 is padded to 128, so that no atom
-    holds two heads. Static scales are one tile that every tile finds through a stride of 0.
-    """
-    tokens, heads, _ = x.shape
-    blocks = KEY_TILE // 32
-    grid = x.scale_bytes
-    if x.block[1] != 32:
-        grid = grid.repeat_interleave(x.block[1] // 32, dim=-1)
-    grid = torch.nn.functional.pad(grid, (0, blocks - grid.shape[-1])).reshape(grid.shape[0], heads * blocks)
-    static = x.is_static
-    if static:
-        grid, tokens = grid.expand(blocks, -1), KEY_TILE
-    atoms = scatter_sf(grid, tokens, heads * KEY_TILE, None if static else x.offsets, axis)
-    if axis == 0:
-        atoms = atoms.transpose(0, 1)
-    atoms = atoms.reshape(atoms.shape[0], heads, SF_ATOM)
-    return atoms[:1].expand(max(1, x.shape[0]), -1, -1) if static else atoms
 
 
 def token_scales(x: MXTensor) -> Tensor:

@@ -15,7 +15,7 @@ from lp_fa4.mx import MXTensor, sequence_ids
 from lp_fa4.problem import AttentionProblem, Gradients
 from lp_fa4.sm100 import backward_host
 from tests.emulator.kernels import Case
-from tests.sm100.cases import poisoned, problem
+from tests.sm100.cases import poisoned, problem, reference_atoms
 
 FORMAT = {"bf16": 2.0**-9, "mxfp8": 2.0**-5}
 """Error of rounding dK and dV once more, relative to the largest of a row or block: both sides carry it, in different places."""
@@ -110,7 +110,7 @@ class Judge:
 
 def run(p: AttentionProblem, result, dout, *, arch: str, processors: int = 2, deterministic: bool = False, dlse=None) -> Gradients:
     """Launch the kernels for ``p`` on ``processors`` CTAs (call inside ``emulate``)."""
-    with mock.patch.object(backward_host, "scale_atoms", poisoned(backward_host.scale_atoms)):
+    with mock.patch.object(backward_host, "scale_atoms", poisoned(reference_atoms)):
         return backward_host.run(p, result, dout, arch, processors, deterministic=deterministic, dlse=dlse)
 
 

@@ -19,8 +19,10 @@ from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor, quantize_mx
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from lp_fa4.sm100 import forward_host as sm100
+from lp_fa4.sm100.scale_atoms import reference_atoms, scale_atoms
 from tests.emulator import api, machine
 from tests.emulator.kernels import Case
+from tests.emulator.ours import host
 
 CONFIGS = {
     "default": AttentionConfig(save_out_dtype=torch.float32),
@@ -115,13 +117,13 @@ def host_work_list(offsets_k, offsets_q, *, rows, tokens, heads, queries, shared
     return table, torch.tensor([len(records), 0], dtype=torch.int32)
 
 
-def poisoned(scale_atoms: Callable) -> Callable:
-    """``scale_atoms`` with 0xFF wherever no scale of the operand belongs."""
+def poisoned(make: Callable) -> Callable:
+    """``make`` (``scale_atoms`` or, without a launch, ``reference_atoms``) with 0xFF wherever no scale of the operand belongs."""
 
     def wrapped(x: MXTensor, axis: int) -> torch.Tensor:
         ones = torch.ones_like(x.scale_bytes).view(torch.float8_e8m0fnu)
-        real = scale_atoms(replace(x, scale=ones), axis) == 1
-        return torch.where(real, scale_atoms(x, axis), 0xFF)
+        real = reference_atoms(replace(x, scale=ones), axis) == 1
+        return torch.where(real, make(x, axis), 0xFF)
 
     return wrapped
 
@@ -131,20 +133,17 @@ def run(
     *,
     processors: int = 2,
     drawn: bool = False,
-    device_list: bool = False,
+    device: bool = False,
     arch: str = "sm_100a",
 ) -> ForwardResult:
     """Launch the kernel for ``p`` on ``processors`` CTAs at a time (call inside ``emulate``). ``drawn``: they draw their items.
-    ``device_list``: with the work list's own kernels."""
+    ``device``: the work list and the scale layouts come from their own kernels."""
     from lp_fa4.sm90 import worklist
 
     spec = sm100.forward_spec(p)
-    make = worklist.work_list if device_list else host_work_list
-    with (
-        mock.patch.object(sm100, "scale_atoms", poisoned(sm100.scale_atoms)),
-        mock.patch.object(worklist, "arch_of", lambda device: arch),
-        mock.patch.object(machine, "MULTIPROCESSORS", processors),
-    ):
+    make = worklist.work_list if device else host_work_list
+    atoms = poisoned(sm100.scale_atoms if device else reference_atoms)
+    with host(arch), mock.patch.object(sm100, "scale_atoms", atoms), mock.patch.object(machine, "MULTIPROCESSORS", processors):
         return sm100.run(p, arch, spec, partial(make, query_tile=256), processors, drawn)
 
 
@@ -154,6 +153,30 @@ def case(arch: str, problem_of: dict, run_of: dict | None = None) -> Case:
     torch.utils.deterministic.fill_uninitialized_memory = True
     p = problem(**problem_of)
     return Case(str(problem_of), arch, None, lambda: run(p, arch=arch, **(run_of or {})), Judge(p))
+
+
+def atoms_case(arch: str, lengths: list[int], dim: int, block: list[int], exponent: int | None, jagged: bool) -> Case:
+    """Scale layouts of both axes from their kernel, byte for byte the definition's."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    generator = torch.Generator().manual_seed(0)
+    tokens, heads, start = sum(lengths), 3, offsets(lengths)
+    size = torch.exp2(torch.randint(-20, 21, (tokens, heads, 1), generator=generator).float())
+    x = torch.randn(tokens, heads, dim, generator=generator) * size
+    off = start if jagged else None
+    mx = quantize_mx(x, (block[0], block[1]), offsets=off, token_dim=0, exponent=exponent)
+
+    def call():
+        with host(arch):
+            return [scale_atoms(mx, axis) for axis in (1, 0)]
+
+    def verify(got):
+        for axis, atoms in zip((1, 0), got, strict=True):
+            want = reference_atoms(mx, axis)
+            assert atoms.shape == want.shape
+            assert torch.equal(atoms, want), f"axis {axis}: {(atoms != want).sum()} bytes differ"
+
+    return Case("scale atoms", arch, None, call, verify)
 
 
 def drawn(arch: str, problem_of: dict) -> dict[str, int]:

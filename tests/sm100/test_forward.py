@@ -20,9 +20,9 @@ def check(worker, problem_of: dict, schedules: int = 2, **run_of) -> None:
 
 
 def test_shared_queries_centred(blackwell):
-    """Every tail, an empty sequence, a spare capacity; the work list comes from its own kernels. Three CTAs on two heads draw their items
-    (Cluster Launch Control): the ring wraps, and Q is loaded again or not, as it comes."""
-    check(blackwell, {**MODULE, "keys": [31, 0, 300, 129, 1], "capacity": 50}, 2, device_list=True, processors=3, drawn=True)
+    """Every tail, an empty sequence, a spare capacity; the work list and the scale layouts come from their own
+    kernels. Three CTAs on two heads draw their items (Cluster Launch Control): the ring wraps, Q is loaded again or not, as it comes."""
+    check(blackwell, {**MODULE, "keys": [31, 0, 300, 129, 1], "capacity": 50}, 2, device=True, processors=3, drawn=True)
 
 
 def test_drawing_takes_the_place_of_launches(blackwell):
@@ -77,6 +77,22 @@ def test_scales_outside_the_mma_folded_v(blackwell):
     blocks = ((32, 128), (128, 128), (32, 128))
     lengths = {"keys": [300, 31, 0], "queries": [129, 40, 3]}
     check(blackwell, {**lengths, "blocks": blocks, "zeros": True, "config": "post", "changes": OUTSIDE})
+
+
+@pytest.mark.parametrize(
+    "dim, block, exponent, jagged",
+    [
+        (128, (32, 32), None, True),
+        (64, (32, 32), None, True),
+        (64, (32, 64), None, False),
+        (128, (128, 128), None, True),
+        (128, (32, 32), -3, True),
+    ],
+)
+def test_scale_layouts_come_from_a_kernel(blackwell, dim, block, exponent, jagged):
+    """Every byte, pads included, of both axes; a head dimension of 64 leaves half of each atom empty."""
+    arguments = {"lengths": [31, 0, 129, 260, 1], "dim": dim, "block": block, "exponent": exponent, "jagged": jagged}
+    blackwell.run("tests.sm100.cases:atoms_case", arguments, schedules=1)
 
 
 def test_no_keys_at_all():

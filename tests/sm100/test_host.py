@@ -9,7 +9,8 @@ import lp_fa4
 from lp_fa4.config import P_SCALES, AttentionConfig
 from lp_fa4.dispatch import Features
 from lp_fa4.mx import quantize_mx
-from lp_fa4.sm100.forward_host import drawing_pays, forward_spec, scale_atoms, unsupported
+from lp_fa4.sm100.forward_host import drawing_pays, forward_spec, unsupported
+from lp_fa4.sm100.scale_atoms import reference_atoms
 from tests.sm100.cases import offsets, problem
 
 
@@ -84,7 +85,7 @@ def test_every_scale_byte(dim, block, exponent, jagged):
     scale = torch.randint(-9, 9, (heads * dim // width,)) if exponent is not None else None
     mx = quantize_mx(x, (block[0], width), offsets=start if jagged else None, token_dim=0, exponent=scale)
     per_token = mx.dequantize() / mx.payload.float()  # the scale of each element, NaN where the code is 0
-    by_row, by_column = scale_atoms(mx, 1), scale_atoms(mx, 0)
+    by_row, by_column = reference_atoms(mx, 1), reference_atoms(mx, 0)
     for b, many in enumerate(lengths):
         first = int(start[b]) // 128 + b
         for t in torch.randperm(many)[:40].tolist():
