@@ -53,7 +53,7 @@ class Site:
     acts: bool = False
     slept: bool = False
     caught: str = ""
-    #: for an acting site that was missed: what the runs say with this site's edge left out
+    #: for a site that slept or acted and was missed: what the runs say with this site's edge left out
     explained: str = ""
 
 
@@ -288,13 +288,13 @@ class Campaign:
         return out
 
     def explain(self) -> None:
-        """For each acting site that was missed: run the kernel as it is, but with this site's edge left out of the clocks.
+        """For each site that slept or acted and was missed: run the kernel as it is, but with this site's edge left out of the clocks.
 
         No report under any schedule: everything that the site orders is ordered by other edges too, and the edges that
         brought the same knowledge to that warp are named.
         """
         for site in self.sites:
-            if not site.acts or site.caught or site.kind not in ("mbarrier wait", "tcgen05.wait", "proxy fence"):
+            if not (site.acts or site.slept) or site.caught or site.kind not in ("mbarrier wait", "tcgen05.wait", "proxy fence"):
                 continue
             index = self.programs[site.kernel].units[site.unit].instrs[0].index
             covers: dict[str, int] = {}
@@ -356,6 +356,7 @@ def campaign_cases() -> dict[str, Any]:
         "quack_mxfp8_sm100": (lambda: k.quack_mxfp8_gemm("sm_100a", 712, 192, 640), EARLY_USE),
         "quack_bf16_sm100": (lambda: k.quack_gemm("sm_100a", 256, 192, 640), EARLY_USE),
         "fa4_forward_sm90": (lambda: k.fa4_forward("sm_90a", 256, 512), NONE),
+        "fa4_backward_sm90": (lambda: k.fa4_backward("sm_90a", 256, 256), NONE),
         "quack_bf16_sm90": (lambda: k.quack_gemm("sm_90a", 256, 192, 640), NONE),
     }
 
