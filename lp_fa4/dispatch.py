@@ -6,6 +6,7 @@ reference's signatures and ``unsupported(features) -> str``, which says in words
 the LSE. Modules are imported when first needed.
 """
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -49,9 +50,15 @@ def _reference_reason(features: Features) -> str:
     return ""
 
 
+@functools.cache
+def _installed(package: str) -> bool:
+    """Whether a package can be imported; asked once, for every call of every operator wants to know."""
+    return importlib.util.find_spec(package) is not None
+
+
 def device_reason(name: str, device: torch.device) -> str:
     """Why kernels of architecture ``name`` ("sm90", "sm100") cannot run on ``device`` in this process, "" if they can."""
-    if importlib.util.find_spec(_MODULES[name]) is None:
+    if not _installed(_MODULES[name]):
         return f"this version has no {name} kernels"
     if device.type != "cuda":
         return f"{name} kernels need a CUDA device, and this is {device.type}"
@@ -61,7 +68,7 @@ def device_reason(name: str, device: torch.device) -> str:
     if capability not in _CAPABILITIES[name]:
         wanted = " or ".join(map(_dotted, _CAPABILITIES[name]))
         return f"{name} kernels need compute capability {wanted}, and {device} has {_dotted(capability)}"
-    if importlib.util.find_spec("cutlass") is None:
+    if not _installed("cutlass"):
         return f"{name} kernels need the package nvidia-cutlass-dsl (extra 'kernels'), which is not installed"
     return ""
 
