@@ -29,8 +29,37 @@ def hadamard_matrix(n: int, device: torch.device | str | None = None, dtype: tor
     return (1 - 2 * parity).to(dtype) * n**-0.5
 
 
+_kept: dict[tuple[int, int | None], tuple[Tensor, torch.cuda.Event | None]] = {}
+"""Matrices of CUDA devices, and the event after which any stream may read one; None once it has happened."""
+
+
+def _rotation(n: int, device: torch.device) -> Tensor:
+    """:func:`hadamard_matrix`, kept for GPUs, where making it costs more launches than using it.
+
+    Nothing waits: while the stream that makes it has not come that far, and in a graph capture that meets none, it is made once more.
+    """
+    if device.type != "cuda":
+        return hadamard_matrix(n, device)
+    key = (n, device.index)
+    matrix, event = _kept.get(key, (None, None))
+    if matrix is not None and event is None:
+        return matrix
+    if torch.cuda.is_current_stream_capturing():
+        return hadamard_matrix(n, device)
+    if matrix is None:
+        matrix, event = hadamard_matrix(n, device), torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        _kept[key] = (matrix, event)
+        return matrix
+    assert event is not None
+    if not event.query():
+        return hadamard_matrix(n, device)
+    _kept[key] = (matrix, None)
+    return matrix
+
+
 def rotate_rows(weight: Tensor, heads: int) -> Tensor:
     """``R W`` for each head: ``weight [heads * D, C]`` to FP32 of the same shape. Applied twice it is the identity."""
     rows, columns = weight.shape
     per_head = weight.to(torch.float32).reshape(heads, rows // heads, columns)
-    return (hadamard_matrix(rows // heads, weight.device) @ per_head).reshape(rows, columns)
+    return (_rotation(rows // heads, weight.device) @ per_head).reshape(rows, columns)

@@ -115,13 +115,10 @@ def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool) -> _Pro
     return _Projection(quantize_mx(exact), exact)
 
 
-def _backward_weight(w: Tensor, heads: int, numerics: Numerics) -> Weight:
-    """The key projection as the gradient of the normed rows reads it: in one piece, so BF16 where the forward had it in two."""
-    projection = _projection(w, heads, numerics, numerics.rotates(w.shape[0] // heads)) if numerics.key_projection == "e4m3" else None
-    if projection is not None:
-        return projection.weight
-    exact = rotate_rows(w, heads) if numerics.rotates(w.shape[0] // heads) else w.detach().to(torch.float32)
-    return exact.to(torch.bfloat16)
+def _backward_weight(projection: _Projection) -> Tensor:
+    """The key projection in one piece, BF16, which holds E4M3 under its exponents exactly; where the forward had it in two, of both."""
+    weight = projection.weight
+    return (weight.dequantize() if isinstance(weight, MXTensor) else projection.exact).to(torch.bfloat16)
 
 
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -147,13 +144,13 @@ def pma_attention(
     out_dtype: torch.dtype,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Pool ``values [T, dim]`` with ``q [Q, H, D]`` (FP32, shared by every sequence).
 
     Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out, row_max, row_sum; q codes and
     scale, q_mean and its scores; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
-    normed rows, ``[B, dim]``.
+    normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16.
     """
     queries, heads, head_dim = q.shape
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
@@ -238,6 +235,7 @@ def pma_attention(
         rstd,
         _empty(values) if mean is None else mean,
         _empty(values) if total is None else total,
+        _backward_weight(projection),
     )
 
 
@@ -278,6 +276,7 @@ def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dty
         empty(tokens),
         empty(*sums),
         empty(*sums),
+        empty(dim, dim, dtype=torch.bfloat16),
     )
 
 
@@ -300,7 +299,7 @@ def pma_attention_backward(
     dv_mean ``[B, dim]``, what was kept out of dv, empty if it is complete. ``needs``: of q, of k, of v."""
     (
         centred_out, row_max, row_sum, q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale,
-        xn_codes, xn_scale, v_codes, v_scale, _, mean, total,
+        xn_codes, xn_scale, v_codes, v_scale, _, mean, total, _,
     ) = saved  # fmt: skip
     queries, heads, head_dim = q_codes.shape
     name, opts = _settle(dout.device, head_dim, numerics, backend)
@@ -391,17 +390,17 @@ def pma_weight_gradients(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of w_k and w_v in their dtypes, empty where ``needs`` says so. ``grads``: dk, its scale, dv, its scale, dv_mean; ``saved``:
-    codes and scale of xn, rstd, mean and total. The last that reads xn, which may be freed before the events' gradient is allocated."""
+    codes and scale of xn, rstd, mean and total, the key projection. The last that reads xn, which may be freed before the events' gradient
+    is allocated."""
     dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
-    xn_codes, xn_scale, rstd, mean, total = saved
+    xn_codes, xn_scale, rstd, mean, total, weight = saved
     _, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
     block = opts.attention.grad_block
     xn = MXTensor.from_bytes(xn_codes, xn_scale, opts.block(w_k.shape[0] // heads), offsets)
     dw_k = dw_v = None
     if needs[0]:
         dk = _gradient(dk_codes, dk_scale, block, offsets)
-        projection = _backward_weight(w_k, heads, opts)
-        dw_k = gemm_norm_backward(dk, None, projection, values, norm_weight, rstd, xn, needs=(False, False, True)).dw_k
+        dw_k = gemm_norm_backward(dk, None, weight, values, norm_weight, rstd, xn, needs=(False, False, True)).dw_k
         assert dw_k is not None
         if opts.rotates(w_k.shape[0] // heads):
             dw_k = rotate_rows(dw_k, heads)
@@ -435,7 +434,7 @@ def pma_input_gradients(
     values: Tensor,
     offsets: Tensor,
     norm_weight: Tensor,
-    w_k: Tensor,
+    weight: Tensor,
     w_v: Tensor | None,
     rstd: Tensor,
     heads: int,
@@ -443,15 +442,16 @@ def pma_input_gradients(
     backend: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of values and norm_weight in their dtypes, empty where ``needs`` says so. ``grads`` as in the weights' gradients."""
+    """Gradients of values and norm_weight in their dtypes, empty where ``needs`` says so. ``grads`` as in the weights' gradients;
+    ``weight``: the key projection as the forward saved it."""
     dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
-    name, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
+    name, opts = _settle(values.device, weight.shape[0] // heads, numerics, backend)
     block = opts.attention.grad_block
     dk = _gradient(dk_codes, dk_scale, block, offsets)
     d_normed, d_mean = _flow(_gradient(dv_codes, dv_scale, block, offsets), dv_mean, w_v, heads, opts, name)
     plain = isinstance(dk, Tensor)
     dx, dnorm, _ = gemm_norm_backward(
-        dk, d_normed, _backward_weight(w_k, heads, opts), values, norm_weight, rstd, None, dv_mean=d_mean,
+        dk, d_normed, weight, values, norm_weight, rstd, None, dv_mean=d_mean,
         offsets=offsets if plain else None, needs=(needs[0], needs[1], False),
     )  # fmt: skip
     return (
@@ -461,7 +461,7 @@ def pma_input_gradients(
 
 
 @pma_input_gradients.register_fake
-def _(grads, values, offsets, norm_weight, w_k, w_v, rstd, heads, numerics, backend, needs):
+def _(grads, values, offsets, norm_weight, weight, w_v, rstd, heads, numerics, backend, needs):
     return (
         values.new_empty(values.shape if needs[0] else (0,)),
         norm_weight.new_empty(norm_weight.shape if needs[1] else (0,)),
@@ -491,7 +491,7 @@ def _pma_backward(ctx, dout, *_):
         dout, offsets, w_v, rest, *choices, [need_q, need_kv or need_k, need_kv or need_v]
     )
     kept = rest[9:11] + rest[13:]
-    rstd = rest[13]
+    rstd, weight = rest[13], rest[16]
     del rest
     dw_k = dw_v = dx = dnorm = None
     if need_k or need_v:
@@ -501,7 +501,7 @@ def _pma_backward(ctx, dout, *_):
     del kept
     if need_kv:
         dx, dnorm = torch.ops.modules.pma_input_gradients(
-            grads, values, offsets, norm_weight, w_k, w_v, rstd, heads, *choices, [need_x, need_norm]
+            grads, values, offsets, norm_weight, weight, w_v, rstd, heads, *choices, [need_x, need_norm]
         )
     picked = [g if n else None for g, n in zip((dq, dnorm, dw_k, dw_v), (need_q, need_norm, need_k, need_v), strict=True)]
     return dx if need_x else None, None, *picked, None, None, None, None
