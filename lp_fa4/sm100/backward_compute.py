@@ -105,10 +105,10 @@ def query_tile(here, args, shared, now, stage, live, low, high, masked: cutlass.
         if const_expr(b == 1):
             arrive_tensor(bars + bar.dp_read)
         score_gradients(here, shared, stats, r, d, b, live, scales)
-    arrive(bars + bar.stat_empty + stage)
     share_scales(here, shared, scales)
     cute.arch.fence_view_async_tmem_store()
     cute.arch.fence_proxy("async.shared", space="cta")
+    arrive(bars + bar.stat_empty + stage)
     arrive_tensor(bars + bar.ds_ready)
 
 

@@ -17,7 +17,7 @@ from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
 from lp_fa4.sm100.backward_config import TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
 from lp_fa4.sm100.backward_items import item_capacity, work_items
 from lp_fa4.sm100.config import ARCHS, HEAD_DIMS
-from lp_fa4.sm100.forward_host import SF_ATOM, scale_atoms
+from lp_fa4.sm100.scale_atoms import SF_ATOM, scale_atoms
 
 SHARED_REPLICAS = 8
 """Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""

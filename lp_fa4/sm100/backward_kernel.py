@@ -30,7 +30,7 @@ from lp_fa4.sm100.backward_config import TILE, BackwardSpec, BackwardTuning
 from lp_fa4.sm100.backward_load import load_role
 from lp_fa4.sm100.backward_mma import mma_role
 from lp_fa4.sm100.backward_plan import DS_ATOMS_K, DS_ATOMS_Q, backward_plan
-from lp_fa4.sm100.backward_reduce import STAGING_FLOATS, reduce_role
+from lp_fa4.sm100.backward_reduce import reduce_role, staging_floats
 from lp_fa4.sm100.tmem_plan import TmemPlan
 
 THREADS = 512
@@ -143,7 +143,7 @@ class Backward:
         size = -(-(8 * len(self.barriers.arrivals) + 4) // 1024) * 1024
         size += (2 * stages + 4) * TILE * dim + TILE * TILE
         size += (4 * stages + 6 + DS_ATOMS_K + DS_ATOMS_Q) * SF_BYTES
-        return size + 4 * self.spec.stats * TILE * stages + 4 * STAGING_FLOATS
+        return size + 4 * self.spec.stats * TILE * stages + 4 * staging_floats(self.spec)
 
     @cute.jit
     def __call__(
@@ -306,7 +306,7 @@ class Backward:
         ds = cute.make_tensor(cute.recast_ptr(plain.iterator, layout.inner, dtype=F8), layout.outer)
         names = (("SFQ", stages), ("SFQ_T", stages), ("SFK", 2), ("SFK_T", 2), ("SFV", 2), ("SFDO", stages), ("SFDO_T", stages))
         atoms_ = [scales(*x) for x in (*names, ("SFDS_K", DS_ATOMS_K), ("SFDS_Q", DS_ATOMS_Q))]
-        return Shared(q, k, v, do, ds, plain.iterator, *atoms_, floats(self.spec.stats * TILE * stages), floats(STAGING_FLOATS))
+        return Shared(q, k, v, do, ds, plain.iterator, *atoms_, floats(self.spec.stats * TILE * stages), floats(staging_floats(self.spec)))
 
 
 @kernel_cache

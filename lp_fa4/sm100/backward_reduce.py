@@ -1,7 +1,8 @@
 """Reduction warps of the backward: dQ of every query tile from tensor memory to its sums in global memory, by bulk reductions.
 
-Four warps; a thread owns a query's row. A warp stages 32 rows by 32 columns and sends them with one bulk reduction, two in flight, so warps
-never wait for one another. The sums lie as tile images (``dq_place``), which the post-pass turns into rows.
+Four warps; a thread owns a query's row. A warp stages 32 rows by 32 columns and sends them with one bulk reduction. Every such piece of a
+tile has a buffer of its own, so tensor memory is drained without a wait for reductions of the same tile, and warps never wait for one
+another. The sums lie as tile images (``dq_place``), which the post-pass turns into rows.
 """
 
 import cutlass
@@ -13,8 +14,10 @@ from lp_fa4.sm100.backward_config import DQ_COLUMNS, STAT_POWER, TILE
 from lp_fa4.sm100.backward_work import dq_row, effect, f16x2, item_count, key_tile, key_tiles, query_step
 from lp_fa4.sm100.sync import arrive_tensor, wait_tensor
 
-STAGING_FLOATS = 2 * TILE * DQ_COLUMNS
-"""FP32 words of staging: two pieces of 32 columns for each of 128 rows."""
+
+def staging_floats(spec) -> int:
+    """32-bit words of staging: a query tile's dQ."""
+    return TILE * spec.head_dim // (2 if spec.dq_half else 1)
 
 
 @cute.jit
@@ -30,7 +33,7 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     size = 2 if spec.dq_half else 4
     piece_bytes = 32 * DQ_COLUMNS * size
-    staging = Int32(shared.staging.iterator.toint()) + warp * (2 * piece_bytes)
+    staging = Int32(shared.staging.iterator.toint()) + warp * (spec.head_dim // DQ_COLUMNS * piece_bytes)
     image = TILE * spec.head_dim * size
     add = "add.noftz.f16" if spec.dq_half else "add.f32"
     heads = args.kv_heads * spec.group
@@ -57,9 +60,9 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
                     if const_expr(c == spec.head_dim // DQ_COLUMNS - 1):
                         arrive_tensor(bars + bar.dq_read)
                     if lane == 0:
-                        cute.arch.cp_async_bulk_wait_group(1, read=True)
+                        cute.arch.cp_async_bulk_wait_group(spec.head_dim // DQ_COLUMNS - 1, read=True)
                     cute.arch.sync_warp()
-                    buffer = staging + (c % 2) * piece_bytes
+                    buffer = staging + c * piece_bytes
                     if const_expr(spec.dq_half):
                         for i in cutlass.range_constexpr(DQ_COLUMNS // 8):
                             four = [f16x2(values[8 * i + 2 * j] * factor, values[8 * i + 2 * j + 1] * factor) for j in range(4)]
