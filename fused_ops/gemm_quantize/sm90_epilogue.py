@@ -28,16 +28,20 @@ def nan_unless_finite(x):
 
 
 @cute.jit
-def block_bytes(spec: cutlass.Constexpr, s, total: cute.Tensor, wg: Int32, parity: Int32, bytes_: cute.Tensor):
-    """Scale bytes of this warp's rows, one for each block of the tile, into ``bytes_``."""
+def block_bytes(spec: cutlass.Constexpr, s, total: cute.Tensor, inside, wg: Int32, parity: Int32, bytes_: cute.Tensor):
+    """Scale bytes of this warp's rows, one for each block of the tile, into ``bytes_``. ``inside``: which of this thread's rows count."""
     tid, _, _ = cute.arch.thread_idx()
     warp, lane = tid % 128 // 32, tid % 32
     maxima = s.maxima
-    blocks, columns = spec.column_tile // spec.width, spec.width // 2
+    blocks, columns = spec.column_tile // spec.width, spec.width // 8
     for n in cutlass.range_constexpr(blocks):
         top = Int32(0)
-        for i in cutlass.range_constexpr(columns):
-            top = magnitude_max(top, total[n * columns + i])
+        for r in cutlass.range_constexpr(2):
+            of_row = Int32(0)
+            for j in cutlass.range_constexpr(columns):
+                for c in cutlass.range_constexpr(2):
+                    of_row = magnitude_max(of_row, total[c + 2 * r + 4 * (n * columns + j)])
+            top = cutlass.max(top, of_row if inside[r] else Int32(0))
         top = warp_max(top)
         if lane == 0:
             maxima[n, warp + 4 * wg, parity] = top
@@ -55,19 +59,16 @@ def block_bytes(spec: cutlass.Constexpr, s, total: cute.Tensor, wg: Int32, parit
 
 
 @cute.jit
-def encode(spec: cutlass.Constexpr, s, total: cute.Tensor, j: cutlass.Constexpr, row: cutlass.Constexpr, bytes_: cute.Tensor):
-    """Codes of row ``row`` in column groups ``j`` and ``j + 1``, two bytes each, as one word."""
-    values = [total[c + 2 * row + 4 * (j + i)] for i in range(2) for c in range(2)]
-    inverse_of = s.inverse
+def encode(spec: cutlass.Constexpr, total: cute.Tensor, j: cutlass.Constexpr, row: cutlass.Constexpr, inside, inverse, byte):
+    """Codes of row ``row`` in column groups ``j`` and ``j + 1``, two bytes each, as one word; 0 for a row that is not ``inside``."""
+    values = [total[c + 2 * row + 4 * (j + i)] * inverse for i in range(2) for c in range(2)]
     word = Int32(0)
     if const_expr(spec.static):
-        inverse = inverse_of[j // 4]
-        word = e4m3x4(*[nan_unless_finite(v * inverse) for v in values])
+        word = e4m3x4(*[nan_unless_finite(v) for v in values])
+        word = word if inside else Int32(0)
     else:
-        byte = bytes_[8 * j // spec.width]
-        inverse = inverse_of_byte(byte)
-        word = e4m3x4(*[v * inverse for v in values])
-        word = word if byte != 255 else Int32(0)
+        word = e4m3x4(*values)
+        word = word if inside & (byte != 255) else Int32(0)
     return word
 
 
@@ -78,16 +79,11 @@ def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, par
     warp, lane = tid % 128 // 32, tid % 32
     quad = lane % 4
     row0 = 16 * warp + lane // 4
-    for r in cutlass.range_constexpr(2):
-        inside = at.token + row0 + 8 * r < at.end
-        for j in cutlass.range_constexpr(spec.column_tile // 8):
-            for c in cutlass.range_constexpr(2):
-                i = c + 2 * r + 4 * j
-                total[i] = total[i] if inside else Float32(0.0)
+    inside = [at.token + row0 + 8 * r < at.end for r in range(2)]
     blocks = max(spec.column_tile // spec.width, 1)
     bytes_ = cute.make_rmem_tensor(blocks, Int32)
     if const_expr(not spec.static):
-        block_bytes(spec, s, total, wg, parity, bytes_)
+        block_bytes(spec, s, total, inside, wg, parity, bytes_)
         group, scales = warp // 2, t.scales
         if (lane == 0) & (warp % 2 == 0) & (group < at.region):
             for n in cutlass.range_constexpr(blocks):
@@ -98,15 +94,21 @@ def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, par
     staged = s.staging + (wg * 4 + warp) * 512  # words: 16 rows of 128 bytes, 16-byte chunks exchanged by row
     word_in_chunk = quad // 2 + 2 * (quad % 2)
     selector = Int32(0x5410) if quad % 2 == 0 else Int32(0x3276)
+    # All of a kind together: one warp a scheduler hides no latency, so each step's results have to be independent.
+    inverses, given = [], s.inverse
+    for n in cutlass.range_constexpr(spec.column_tile // 32):
+        inverses.append(given[n] if const_expr(spec.static) else inverse_of_byte(bytes_[32 * n // spec.width]))
+    places = [(j, r) for j in range(0, spec.column_tile // 8, 2) for r in range(2)]
+    words = []
+    for j, r in places:
+        words.append(encode(spec, total, j, r, inside[r], inverses[j // 4], bytes_[8 * j // spec.width % blocks]))
+    others = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in words]
     cute.arch.sync_warp()  # what was staged before has been read
-    for j in cutlass.range_constexpr(0, spec.column_tile // 8, 2):
-        for r in cutlass.range_constexpr(2):
-            word = encode(spec, s, total, j, r, bytes_)
-            other = cute.arch.shuffle_sync_bfly(word, offset=1)
-            row = lane // 4 + 8 * r
-            at_word = 32 * row + 4 * ((j // 2) ^ (row % 8)) + word_in_chunk
-            cell = cute.make_tensor(staged + at_word, cute.make_layout(1))
-            cell[0] = Uint32(pick_bytes(word, other, selector))
+    for i, (j, r) in enumerate(places):
+        row = lane // 4 + 8 * r
+        at_word = 32 * row + 4 * ((j // 2) ^ (row % 8)) + word_in_chunk
+        cell = cute.make_tensor(staged + at_word, cute.make_layout(1))
+        cell[0] = Uint32(pick_bytes(words[i], others[i], selector))
     cute.arch.sync_warp()
     per_row = spec.column_tile // 16
     codes, first_column = t.codes, t.column * spec.column_tile
@@ -114,9 +116,9 @@ def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, par
         row, chunk = (32 * i + lane) // per_row, (32 * i + lane) % per_row
         token, column = at.token + 16 * warp + row, first_column + 16 * chunk
         if (token < at.limit) & (column < spec.columns):
-            words = cute.make_rmem_tensor(4, Uint32)
+            piece = cute.make_rmem_tensor(4, Uint32)
             source = cute.make_ptr(Uint32, (staged + 32 * row + 4 * (chunk ^ (row % 8))).toint(), cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), piece)
             pointer = codes.iterator + cute.crd2idx((Int64(token), column), codes.layout)
             target = cute.make_ptr(Uint32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
-            cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
+            cute.autovec_copy(piece, cute.make_tensor(target, cute.make_layout(4)))
