@@ -159,7 +159,7 @@ class Bf16(nn.Module):
             out = flash_attn_varlen_func(rows, k, v, cu_seqlens_q=starts, cu_seqlens_k=offsets, max_seqlen_q=queries)
             out = out[0] if isinstance(out, tuple) else out
         else:
-            from modules.functional import jagged_attention
+            from modules.bf16 import jagged_attention
 
             out = jagged_attention(q, k, v, offsets)
         return out.reshape(batch, queries, -1)
@@ -286,7 +286,8 @@ class _Clock:
     """Marks in time: CUDA events on the current stream, or the wall clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.marks = device, []
+        self.device = device
+        self.marks: list[Any] = []
 
     def mark(self) -> None:
         if self.device.type == "cuda":
@@ -487,7 +488,7 @@ def note_of(environment: dict[str, Any]) -> str:
 
 def run(config: ModuleConfig, device: torch.device) -> list[dict[str, Any]]:
     """One process's rows."""
-    modules = {name: make_module(config, name, device) for name in config.precisions}
+    modules: dict[str, nn.Module] = {name: make_module(config, name, device) for name in config.precisions}
     results = []
     for shape in shapes_of(config):
         say(f"{shape.name}: {shape.tokens:,} events")

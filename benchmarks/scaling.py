@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,6 @@ def lengths_of_ranks(config: ModuleConfig, index: int, balanced: bool) -> list[l
 
 def _seconds(call: Callable[[], Any], device: torch.device, warmup: int, rounds: int, together: bool) -> list[float]:
     """Seconds of every round, from a common start where ranks run ``together``."""
-    import time
-
     found = []
     for turn in range(warmup + rounds):
         if together:
@@ -98,13 +97,14 @@ def _worker(rank: int, config: ModuleConfig, kind: str, rendezvous: str, out: st
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
+    options: dict[str, Any] = {"device_id": device} if kind == "cuda" else {}
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=config.world_size,
         timeout=datetime.timedelta(seconds=180),
-        **({"device_id": device} if kind == "cuda" else {}),
+        **options,
     )
     rows: list[dict[str, Any]] = []
     models = {name: make_module(config, name, device) for name in config.precisions}

@@ -89,7 +89,7 @@ class Numerics:
 
     def for_backend(self, name: str) -> "Numerics":
         """The same with ``scales`` and ``key_projection`` settled for a backend."""
-        changes = {}
+        changes: dict[str, Any] = {}
         if self.scales == "auto":
             changes["scales"] = "static" if name == "sm90" else "square"
         if self.key_projection == "auto":

@@ -1,11 +1,13 @@
 """The whole module on Hopper's kernels, executed by the emulator: norm, projection, attention, and the backward of all three."""
 
+import contextlib
 import importlib
 from unittest import mock
 
 import pytest
 
 pytestmark = pytest.mark.emulator
+OPERATIONS = ("rmsnorm_quantize", "gemm_quantize", "gemm_norm_backward")
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def hopper(monkeypatch):
     for module in (dispatch, backend):
         monkeypatch.setattr(module, "device_reason", only)
     choose = backend.choose
-    for operation in ("rmsnorm_quantize", "gemm_quantize", "gemm_norm_backward"):
+    for operation in OPERATIONS:
         module = importlib.import_module(f"fused_ops.{operation}.interface")
         monkeypatch.setattr(
             module, "choose", lambda op, device, name, reason: choose(op, device, "sm90" if name == "auto" else name, reason)
@@ -50,10 +52,11 @@ def test_module_equals_the_reference(hopper):
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     names = " ".join(launch.name for launch in hopper.launches)
     reference = make(dim=128, num_heads=2, num_seeds=64, numerics=choices, backend="reference")
-    fused = [importlib.import_module(f"fused_ops.{n}.interface") for n in ("rmsnorm_quantize", "gemm_quantize", "gemm_norm_backward")]
-    with mock.patch.object(fused[0], "choose", lambda *a: "reference"), mock.patch.object(fused[1], "choose", lambda *a: "reference"):
-        with mock.patch.object(fused[2], "choose", lambda *a: "reference"):
-            want = run(reference, x, offsets)
+    with contextlib.ExitStack() as stack:
+        for operation in OPERATIONS:
+            fused = importlib.import_module(f"fused_ops.{operation}.interface")
+            stack.enter_context(mock.patch.object(fused, "choose", lambda *a: "reference"))
+        want = run(reference, x, offsets)
     truth = exact(module, x, offsets)
     found, allowed = ratios(got, truth), ratios(want, truth)
     assert all(found[name] > allowed[name] - 1 for name in allowed), (found, allowed)

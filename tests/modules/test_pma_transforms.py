@@ -10,7 +10,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lp_fa4.reference
-from modules import Numerics, functional
+from modules import Numerics, bf16, functional, mxfp8
 from tests.conftest import offsets_of
 from tests.modules.common import DIM, HEADS, SEEDS, assert_identical, batch, exact, make, ratios, run, weights_of
 
@@ -26,12 +26,12 @@ def test_operator(numerics, value_proj, tokens):
     leaf = [torch.randn(*shape).requires_grad_() for shape in ((tokens, 64), (40, 2, 32), (64,), (64, 64), (64, 64))]
     x, q, g, w_k, w_v = leaf
     arguments = (x, offsets, q, g, w_k, w_v if value_proj else None, 1e-6, numerics.key, "auto", torch.bfloat16)
-    opcheck(functional.pma_attention, arguments)
+    opcheck(mxfp8.pma_attention, arguments)
 
 
 def test_other_operators():
     q, k, v = (torch.randn(n, 2, 32).requires_grad_() for n in (40, 90, 90))
-    opcheck(functional.jagged_attention, (q, k, v, offsets_of([50, 0, 37])))
+    opcheck(bf16.jagged_attention, (q, k, v, offsets_of([50, 0, 37])))
     opcheck(functional.round_mxfp8, (torch.randn(40, 64),))
 
 
@@ -154,7 +154,7 @@ def fa4(monkeypatch):
             for b in range(len(starts) - 1):
                 if offsets[b] < offsets[b + 1]:
                     rows, keys = slice(starts[b], starts[b + 1]), slice(offsets[b], offsets[b + 1])
-                    out[rows] = functional.jagged_attention(q[rows], k[keys], v[keys], torch.tensor([0, keys.stop - keys.start]))[0]
+                    out[rows] = bf16.jagged_attention(q[rows], k[keys], v[keys], torch.tensor([0, keys.stop - keys.start]))[0]
             return out
 
         @staticmethod
@@ -164,7 +164,7 @@ def fa4(monkeypatch):
             for b in range(len(starts) - 1):
                 rows, keys = slice(starts[b], starts[b + 1]), slice(offsets[b], offsets[b + 1])
                 bounds = torch.tensor([0, keys.stop - keys.start])
-                grads = functional.jagged_attention_backward(dout[rows][None], q[rows], k[keys], v[keys], bounds)
+                grads = bf16.jagged_attention_backward(dout[rows][None], q[rows], k[keys], v[keys], bounds)
                 dq[rows], dk[keys], dv[keys] = grads
             return dq, dk, dv, None, None
 
@@ -179,7 +179,7 @@ def fa4(monkeypatch):
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["flash_attn.cute.interface"].flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setattr(functional, "_bf16_choice", lambda kind, index, backend: "fa4")
+    monkeypatch.setattr(bf16, "_bf16_choice", lambda kind, index, backend: "fa4")
     return calls
 
 
@@ -194,10 +194,10 @@ def test_fa4_path(fa4):
     rows = torch.randn(2 * SEEDS, HEADS, DIM // HEADS).bfloat16().requires_grad_()
     k, v = (torch.randn(90, HEADS, DIM // HEADS).bfloat16().requires_grad_() for _ in range(2))
     opcheck(
-        functional.fa4_attention,
+        bf16.fa4_attention,
         (rows, k, v, offsets_of([50, 40]), SEEDS),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
-    eager = torch.autograd.grad(functional._fa4_rows(rows, k, v, offsets_of([50, 40]), SEEDS).sum(), (rows, k, v))
-    hidden = torch.autograd.grad(functional.fa4_attention(rows, k, v, offsets_of([50, 40]), SEEDS).sum(), (rows, k, v))
+    eager = torch.autograd.grad(bf16._fa4_rows(rows, k, v, offsets_of([50, 40]), SEEDS).sum(), (rows, k, v))
+    hidden = torch.autograd.grad(bf16.fa4_attention(rows, k, v, offsets_of([50, 40]), SEEDS).sum(), (rows, k, v))
     assert all(torch.equal(a, b) for a, b in zip(eager, hidden, strict=True))

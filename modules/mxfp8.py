@@ -1,0 +1,469 @@
+"""The key/value side of PMA in MXFP8, as dispatcher operators.
+
+``modules::pma_attention`` is the whole forward as ONE operator with a registered gradient: norm + quantize, key projection + quantize,
+attention. What it keeps for the backward is FP8 (and a few FP32 rows), and a selective-checkpoint policy can name it. The backward is
+three operators, so that what the first and the second have read (k, then xn) is freed before the events' gradient is allocated:
+
+    pma_attention_backward    attention's gradients: dq, and dk, dv as MXFP8
+    pma_weight_gradients      of the projections, the last that reads xn
+    pma_input_gradients       of the events and the norm's weight
+
+All take and return plain tensors, FP8 as uint8, and the numeric choices as text (``Numerics.key``).
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_ops import gemm_norm_backward, gemm_quantize, rmsnorm_center_quantize, rmsnorm_quantize
+from fused_ops.gemm_norm_backward.reference import weight_gradient
+from fused_ops.gemm_quantize.interface import projection_exponent
+from fused_ops.hadamard import rotate_rows
+from fused_ops.operands import Weight, split_e4m3, to_float
+from fused_ops.rmsnorm_quantize.reference import per_token
+from lp_fa4 import dispatch
+from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
+from lp_fa4.operator import custom_op
+from lp_fa4.ops import run_backward
+from lp_fa4.problem import AttentionProblem, ForwardResult
+from modules.numerics import Numerics
+
+
+@lru_cache(maxsize=64)
+def _numerics(key: str) -> Numerics:
+    return Numerics.from_key(key)
+
+
+def _choose(device: torch.device, head_dim: int, key: str, backend: str) -> tuple[str, Numerics, dispatch.Features]:
+    opts = _numerics(key)
+    features = dispatch.Features(head_dim, shared_q=True, q_mean=opts.q_smoothing, config=opts.attention)
+    name = dispatch.choose(device, features, backend)
+    return name, opts.for_backend(name), features
+
+
+_choose_once = lru_cache(maxsize=256)(_choose)
+"""For GPUs, whose answer does not change while the process lives: a step asks four times, and finding packages costs."""
+
+
+def _settle(device: torch.device, head_dim: int, key: str, backend: str, *, say: bool = False) -> tuple[str, Numerics]:
+    """The backend that serves the module's attention on ``device``, and the numerics settled for it.
+
+    Fake and real implementations, forward and backward, all ask here, so that they agree.
+    """
+    name, opts, features = (_choose_once if device.type == "cuda" else _choose)(device, head_dim, key, backend)
+    if say and backend == "auto":
+        dispatch.announce(name, device, features)
+    return name, opts
+
+
+class _Projection(NamedTuple):
+    """A projection weight as the products read it, forward and backward; rotated by the Hadamard matrix if that is on."""
+
+    weight: Weight
+    exact: Tensor
+
+
+def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool) -> _Projection:
+    exact = rotate_rows(w, heads) if rotate else w.detach().to(torch.float32)
+    if numerics.key_projection == "bf16":
+        return _Projection(exact.to(torch.bfloat16), exact)
+    if numerics.key_projection == "e4m3x2":
+        return _Projection(split_e4m3(exact), exact)
+    return _Projection(quantize_mx(exact), exact)
+
+
+def _backward_weight(projection: _Projection) -> Tensor:
+    """The key projection in one piece, BF16, which holds E4M3 under its exponents exactly; where the forward had it in two, of both."""
+    weight = projection.weight
+    return (weight.dequantize() if isinstance(weight, MXTensor) else projection.exact).to(torch.bfloat16)
+
+
+def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return like.new_empty(0, dtype=dtype)
+
+
+def _copy_heads(backend: str, heads: int, w_v: Tensor | None) -> int:
+    """Heads of the copy of xn with tokens innermost: Hopper's attention reads it where xn is V, and the norm writes it on its way."""
+    return heads if backend == "sm90" and w_v is None else 0
+
+
+@custom_op("modules::pma_attention", mutates_args=())
+def pma_attention(
+    values: Tensor,
+    offsets: Tensor,
+    q: Tensor,
+    norm_weight: Tensor,
+    w_k: Tensor,
+    w_v: Tensor | None,
+    eps: float,
+    numerics: str,
+    backend: str,
+    out_dtype: torch.dtype,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """Pool ``values [T, dim]`` with ``q [Q, H, D]`` (FP32, shared by every sequence).
+
+    Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out, row_max, row_sum; q codes and
+    scale, q_mean and its scores; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
+    normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16.
+    """
+    queries, heads, head_dim = q.shape
+    name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
+    batch, dim = offsets.shape[0] - 1, heads * head_dim
+    block = opts.block(head_dim)
+    projection = _projection(w_k, heads, opts, opts.rotates(head_dim))
+
+    normed: Tensor | None = None
+    mean = total = None
+    if opts.center:
+        xn, rstd, mean, total, normed = rmsnorm_center_quantize(
+            values, norm_weight, eps, offsets, block, keep=opts.key_projection == "bf16", copy_heads=_copy_heads(name, heads, w_v)
+        )
+    else:
+        xn, rstd = rmsnorm_quantize(values, norm_weight, eps, offsets, block)
+
+    def project(weight: _Projection) -> MXTensor:
+        exponent = None
+        if opts.scales == "static":
+            exponent = projection_exponent(norm_weight, weight.exact, head_dim, centred=opts.center)
+        if opts.key_projection == "bf16" and normed is not None:
+            return gemm_quantize(normed, weight.weight, block, offsets=offsets, exponent=exponent)
+        return gemm_quantize(xn, weight.weight, block, exponent=exponent)
+
+    k = project(projection).reshape_heads(heads)
+    v, v_mean, v_sum = xn, mean, total
+    if w_v is not None:
+        value_weight = _projection(w_v, heads, opts, False)
+        v = project(value_weight)
+        if mean is not None and total is not None:
+            exact = to_float(value_weight.weight)
+            v_mean, v_sum = mean @ exact.t(), total @ exact.t()
+    q_mean = q.mean(dim=0) if opts.q_smoothing else None
+    qc = q if q_mean is None else q - q_mean
+    q_exponent = None
+    if opts.scales == "static":  # one amax a head over Q rows: the seeds' projection is small, its bound would be loose
+        q_exponent = encode_scale(qc.abs().amax(dim=(0, 2))).to(torch.int32) - 127
+    q8 = quantize_mx(qc, block, token_dim=0, exponent=q_exponent)
+
+    def per_head(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.reshape(batch, heads, head_dim)
+
+    mean_scores = None
+    if q_mean is not None:
+        # The mean query meets the keys before they are rounded: one more column a head in the key projection.
+        folded = torch.einsum("hd,hdc->hc", q_mean, to_float(projection.weight).unflatten(0, (heads, head_dim)))
+        rows = xn.dequantize() if normed is None else normed.to(torch.float32)
+        mean_scores = (folded @ rows.t()).contiguous()
+    normed = None  # two bytes a channel of every event, which attention does not need
+    problem = AttentionProblem(
+        q8,
+        k,
+        v.reshape_heads(heads),
+        offsets_k=offsets,
+        shared_q=True,
+        v_mean=per_head(v_mean),
+        v_sum=per_head(v_sum),
+        q_mean=q_mean,
+        mean_scores=mean_scores,
+        config=opts.attention,
+    )
+    result = dispatch.module(name).forward(problem)
+    out = result.out.reshape(batch, queries, dim).to(out_dtype)
+    if out.data_ptr() == result.centred_out.data_ptr():  # an operator may not return one memory twice
+        out = out.clone()
+    own_v = w_v is not None
+    return (
+        out,
+        result.centred_out,
+        result.row_max,
+        result.row_sum,
+        q8.codes,
+        q8.scale_bytes,
+        _empty(values) if q_mean is None else q_mean,
+        _empty(values) if mean_scores is None else mean_scores,
+        k.codes,
+        k.scale_bytes,
+        xn.codes,
+        xn.scale_bytes,
+        v.codes if own_v else _empty(values, torch.uint8),
+        v.scale_bytes if own_v else _empty(values, torch.uint8),
+        rstd,
+        _empty(values) if mean is None else mean,
+        _empty(values) if total is None else total,
+        _backward_weight(projection),
+    )
+
+
+@pma_attention.register_fake
+def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dtype):
+    queries, heads, head_dim = q.shape
+    _, opts = _settle(q.device, head_dim, numerics, backend)
+    tokens, dim = values.shape
+    batch = offsets.shape[0] - 1
+
+    def empty(*shape, dtype=torch.float32):
+        return values.new_empty(shape, dtype=dtype)
+
+    def mx(block, rows_of, offs):
+        rows = 1 if block[0] == 0 else scale_rows(rows_of, offs)
+        return rows, head_dim // block[1]
+
+    rows, per = mx(opts.block(head_dim), tokens, offsets)
+    q_rows, q_per = mx(opts.block(head_dim), queries, None)
+    byte = torch.uint8
+    v_shapes = ((tokens, dim), (rows, heads * per)) if w_v is not None else ((0,), (0,))
+    sums = (batch, dim) if opts.center else (0,)
+    return (
+        empty(batch, queries, dim, dtype=out_dtype),
+        empty(batch * queries, heads, head_dim, dtype=opts.attention.save_out_dtype),
+        empty(heads, batch * queries),
+        empty(heads, batch * queries),
+        empty(queries, heads, head_dim, dtype=byte),
+        empty(q_rows, heads, q_per, dtype=byte),
+        empty(*((heads, head_dim) if opts.q_smoothing else (0,))),
+        empty(*((heads, tokens) if opts.q_smoothing else (0,))),
+        empty(tokens, heads, head_dim, dtype=byte),
+        empty(rows, heads, per, dtype=byte),
+        empty(tokens, dim, dtype=byte),
+        empty(rows, heads * per, dtype=byte),
+        empty(*v_shapes[0], dtype=byte),
+        empty(*v_shapes[1], dtype=byte),
+        empty(tokens),
+        empty(*sums),
+        empty(*sums),
+        empty(dim, dim, dtype=torch.bfloat16),
+    )
+
+
+def _gradient(codes: Tensor, scale: Tensor, block: tuple[int, int], offsets: Tensor) -> MXTensor | Tensor:
+    """A gradient as the operators hand it on: MXFP8 bytes with a scale, or a float tensor and an empty one."""
+    return MXTensor.from_bytes(codes, scale, block, offsets) if scale.numel() or codes.dtype == torch.uint8 else codes
+
+
+@custom_op("modules::pma_attention_backward", mutates_args=())
+def pma_attention_backward(
+    dout: Tensor,
+    offsets: Tensor,
+    w_v: Tensor | None,
+    saved: list[Tensor],
+    numerics: str,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention's part: dq FP32 ``[Q, H, D]``; dk and its scale, dv and its scale, ``[T, dim]`` MXFP8 bytes or BF16 and an empty scale;
+    dv_mean ``[B, dim]``, what was kept out of dv, empty if it is complete. ``needs``: of q, of k, of v."""
+    (
+        centred_out, row_max, row_sum, q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale,
+        xn_codes, xn_scale, v_codes, v_scale, _, mean, total, _,
+    ) = saved  # fmt: skip
+    queries, heads, head_dim = q_codes.shape
+    name, opts = _settle(dout.device, head_dim, numerics, backend)
+    batch = offsets.shape[0] - 1
+    block = opts.block(head_dim)
+    xn = MXTensor.from_bytes(xn_codes, xn_scale, block, offsets)
+    v8 = xn if w_v is None else MXTensor.from_bytes(v_codes, v_scale, block, offsets)
+    v_mean = v_sum = None
+    if opts.center:
+        v_mean, v_sum = mean, total
+        if w_v is not None:
+            exact = to_float(_projection(w_v, heads, opts, False).weight)
+            v_mean, v_sum = mean @ exact.t(), total @ exact.t()
+        v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
+    problem = AttentionProblem(
+        MXTensor.from_bytes(q_codes, q_scale, block),
+        MXTensor.from_bytes(k_codes, k_scale, block, offsets),
+        v8.reshape_heads(heads),
+        offsets_k=offsets,
+        shared_q=True,
+        v_mean=v_mean,
+        v_sum=v_sum,
+        q_mean=q_mean if opts.q_smoothing else None,
+        mean_scores=mean_scores if opts.q_smoothing else None,
+        config=opts.attention,
+    )
+    flat = dout.reshape(batch * queries, heads, head_dim)
+    # `out` and `lse` are not read by the backward, which works from the centred output, the maximum and the sum.
+    result = ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
+    grads = run_backward(name, problem, result, flat, None, False, tuple(needs))
+
+    def parts(grad: MXTensor | Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(grad, Tensor):
+            return grad.flatten(1), _empty(dout, torch.uint8)
+        plain = grad.flatten_heads()
+        return plain.codes, plain.scale_bytes
+
+    dv_mean = _empty(dout) if grads.dv_mean is None else grads.dv_mean.reshape(batch, heads * head_dim)
+    return grads.dq, *parts(grads.dk), *parts(grads.dv), dv_mean
+
+
+@pma_attention_backward.register_fake
+def _(dout, offsets, w_v, saved, numerics, backend, needs):
+    queries, heads, head_dim = saved[3].shape
+    tokens, dim = saved[9].shape
+    _, opts = _settle(dout.device, head_dim, numerics, backend)
+    config = opts.attention
+
+    def empty(*shape, dtype=torch.float32):
+        return dout.new_empty(shape, dtype=dtype)
+
+    if config.grad_format == "bf16":
+        grad = [(empty(tokens, dim, dtype=torch.bfloat16), empty(0, dtype=torch.uint8)) for _ in range(2)]
+    else:
+        scale = (scale_rows(tokens, offsets), dim // config.grad_block[1])
+        grad = [(empty(tokens, dim, dtype=torch.uint8), empty(*scale, dtype=torch.uint8)) for _ in range(2)]
+    centred = config.center_p and config.center_p_backward and config.fold_l_into_do
+    mean = empty(*((offsets.shape[0] - 1, dim) if centred else (0,)))
+    return empty(queries, heads, head_dim), *grad[0], *grad[1], mean
+
+
+def _flow(
+    dv: MXTensor | Tensor, dv_mean: Tensor, w_v: Tensor | None, heads: int, opts: Numerics, backend: str
+) -> tuple[MXTensor | Tensor, Tensor | None]:
+    """Gradient of the normed rows through the values, and the row per sequence that belongs to it. Kernels take a product in BF16."""
+    mean = dv_mean if dv_mean.dim() == 2 else None
+    if w_v is None:
+        return dv, mean
+    exact = to_float(_projection(w_v, heads, opts, False).weight)
+    through = None if mean is None else mean @ exact
+    if backend == "reference":
+        return to_float(dv) @ exact, through
+    return (dv if isinstance(dv, Tensor) else dv.dequantize(torch.bfloat16)) @ exact.to(torch.bfloat16), through
+
+
+@custom_op("modules::pma_weight_gradients", mutates_args=())
+def pma_weight_gradients(
+    grads: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    norm_weight: Tensor,
+    w_k: Tensor,
+    w_v: Tensor | None,
+    saved: list[Tensor],
+    heads: int,
+    numerics: str,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of w_k and w_v in their dtypes, empty where ``needs`` says so. ``grads``: dk, its scale, dv, its scale, dv_mean; ``saved``:
+    codes and scale of xn, rstd, mean and total, the key projection. The last that reads xn, which may be freed before the events' gradient
+    is allocated."""
+    dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
+    xn_codes, xn_scale, rstd, mean, total, weight = saved
+    _, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
+    block = opts.attention.grad_block
+    xn = MXTensor.from_bytes(xn_codes, xn_scale, opts.block(w_k.shape[0] // heads), offsets)
+    dw_k = dw_v = None
+    if needs[0]:
+        dk = _gradient(dk_codes, dk_scale, block, offsets)
+        dw_k = gemm_norm_backward(dk, None, weight, values, norm_weight, rstd, xn, needs=(False, False, True)).dw_k
+        assert dw_k is not None
+        if opts.rotates(w_k.shape[0] // heads):
+            dw_k = rotate_rows(dw_k, heads)
+    if w_v is not None and needs[1]:
+        # dV = dv + w_b and xn = xc + mean_b per sequence b; the columns of dv alone sum to 0 only where w was taken out of them.
+        dv = _gradient(dv_codes, dv_scale, block, offsets)
+        dw_v = weight_gradient(dv, xn, offsets)
+        if dv_mean.dim() == 2:  # then the rows were centred: P is centred only with their sums
+            length = (offsets[1:] - offsets[:-1]).to(torch.float32)[:, None]
+            dw_v += dv_mean.t() @ (total + length * mean)
+        elif opts.center:
+            dw_v += weight_gradient(dv, per_token(mean, offsets, values.shape[0]), offsets)
+    return (
+        _empty(values, w_k.dtype) if dw_k is None else dw_k.to(w_k.dtype),
+        _empty(values, (w_k if w_v is None else w_v).dtype) if dw_v is None or w_v is None else dw_v.to(w_v.dtype),
+    )
+
+
+@pma_weight_gradients.register_fake
+def _(grads, values, offsets, norm_weight, w_k, w_v, saved, heads, numerics, backend, needs):
+    own = w_k if w_v is None else w_v
+    return (
+        w_k.new_empty(w_k.shape if needs[0] else (0,)),
+        own.new_empty(own.shape if needs[1] and w_v is not None else (0,)),
+    )
+
+
+@custom_op("modules::pma_input_gradients", mutates_args=())
+def pma_input_gradients(
+    grads: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    w_v: Tensor | None,
+    rstd: Tensor,
+    heads: int,
+    numerics: str,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of values and norm_weight in their dtypes, empty where ``needs`` says so. ``grads`` as in the weights' gradients;
+    ``weight``: the key projection as the forward saved it."""
+    dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
+    name, opts = _settle(values.device, weight.shape[0] // heads, numerics, backend)
+    block = opts.attention.grad_block
+    dk = _gradient(dk_codes, dk_scale, block, offsets)
+    d_normed, d_mean = _flow(_gradient(dv_codes, dv_scale, block, offsets), dv_mean, w_v, heads, opts, name)
+    plain = isinstance(dk, Tensor)
+    dx, dnorm, _ = gemm_norm_backward(
+        dk, d_normed, weight, values, norm_weight, rstd, None, dv_mean=d_mean,
+        offsets=offsets if plain else None, needs=(needs[0], needs[1], False),
+    )  # fmt: skip
+    return (
+        _empty(values, values.dtype) if dx is None else dx,
+        _empty(values, norm_weight.dtype) if dnorm is None else dnorm.to(norm_weight.dtype),
+    )
+
+
+@pma_input_gradients.register_fake
+def _(grads, values, offsets, norm_weight, weight, w_v, rstd, heads, numerics, backend, needs):
+    return (
+        values.new_empty(values.shape if needs[0] else (0,)),
+        norm_weight.new_empty(norm_weight.shape if needs[1] else (0,)),
+    )
+
+
+def _pma_setup(ctx, inputs, output):
+    values, offsets, _, norm_weight, w_k, w_v, ctx.eps, ctx.numerics, ctx.backend, _ = inputs
+    ctx.has_value = w_v is not None
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(values, offsets, norm_weight, w_k, *([w_v] if w_v is not None else []), *output[1:])
+
+
+def _pma_backward(ctx, dout, *_):
+    values, offsets, norm_weight, w_k, *rest = ctx.saved_tensors
+    w_v = rest.pop(0) if ctx.has_value else None
+    need = ctx.needs_input_grad
+    need_x, need_q, need_norm, need_k, need_v = need[0], need[2], need[3], need[4], ctx.has_value and need[5]
+    if dout is None or not any((need_x, need_q, need_norm, need_k, need_v)):
+        return (None,) * 10
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what follows frees k, then xn, before dX is allocated
+    heads, choices = rest[3].shape[1], (ctx.numerics, ctx.backend)
+    need_kv = need_x or need_norm
+    dq, *grads = torch.ops.modules.pma_attention_backward(
+        dout, offsets, w_v, rest, *choices, [need_q, need_kv or need_k, need_kv or need_v]
+    )
+    kept = rest[9:11] + rest[13:]
+    rstd, weight = rest[13], rest[16]
+    del rest
+    dw_k = dw_v = dx = dnorm = None
+    if need_k or need_v:
+        dw_k, dw_v = torch.ops.modules.pma_weight_gradients(
+            grads, values, offsets, norm_weight, w_k, w_v, kept, heads, *choices, [need_k, need_v]
+        )
+    del kept
+    if need_kv:
+        dx, dnorm = torch.ops.modules.pma_input_gradients(
+            grads, values, offsets, norm_weight, weight, w_v, rstd, heads, *choices, [need_x, need_norm]
+        )
+    picked = [g if n else None for g, n in zip((dq, dnorm, dw_k, dw_v), (need_q, need_norm, need_k, need_v), strict=True)]
+    return dx if need_x else None, None, *picked, None, None, None, None
+
+
+pma_attention.register_autograd(_pma_backward, setup_context=_pma_setup)
