@@ -37,6 +37,10 @@ def _add(c: Codegen, I: Instr) -> list[str]:
                 raise I.unsupported("sub.rm.f32x2")
             return c.pairs(A[0], f"N.add_down({c.val(A[1], 'X')},{c.val(A[2], 'X')})")
         return c.pairs(A[0], f"np.{name}({c.val(A[1], 'X')},{c.val(A[2], 'X')})")
+    if t in ("bf16", "f16") and I.parts[-2] == "f32":  # add.rn.f32.f16: the first operand is narrow
+        only(I, "rn f32 bf16 f16")
+        narrow = f"bf16_to_f32({c.val(A[1], 'H')})" if t == "bf16" else f"{c.val(A[1], 'H')}.view(f16).astype(f32)"
+        return c.assign(A[0], f"np.{name}({narrow},{c.val(A[2], 'F')})", "F")
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
         return _half(c, I, {"add": "a+b", "sub": "a-b"}[op])
     only(I, f"{_INT} rn rm rp f32 f64 ftz")
