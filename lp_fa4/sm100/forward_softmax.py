@@ -126,14 +126,15 @@ def key_tile(here, args, shared, item, n, turn, limit, masked: cutlass.Constexpr
     moved = top > lazy + Float32(spec.threshold)
     factor = cute.math.exp2(lazy - top, fastmath=True) if moved else Float32(1.0)
     lazy = top if moved else lazy
-    if n > 0:
-        post(here, shared, turn - 1, (factor,))
-
     bias = Float32(spec.p_shift) - (lazy if lazy > -Float32.inf else Float32(0.0))
     total = total * factor
     centre = centre * factor
-    if const_expr(spec.centred):  # noqa: SIM102 (compile time outside, run time inside)
-        if n == 0:
+    # one branch for both: with the wait of post in it ptxas keeps it a branch. By itself the centre would be predicated, and every tile
+    # would issue the sum that only the first one needs
+    if n > 0:
+        post(here, shared, turn - 1, (factor,))
+    else:
+        if const_expr(spec.centred):
             centre = first_centre(r, factors, bias, seen, masked)
     words = cute.make_rmem_tensor(BLOCKS, Int32)
     parts = cute.make_rmem_tensor(2 * BLOCKS, Float32)
@@ -214,13 +215,15 @@ def first_centre(r, factors, bias, seen, masked: cutlass.Constexpr):
     """``exp2(mean)`` over the keys seen in the first tile, of the arguments of P's exp2."""
     total = Float32(0.0)
     for b in cutlass.range_constexpr(BLOCKS):
-        part = Float32(0.0)
-        for j in cutlass.range_constexpr(BLOCK):
-            score = r[BLOCK * b + j]
+        part = (Float32(0.0), Float32(0.0))
+        for j in cutlass.range_constexpr(0, BLOCK, 2):
+            i = BLOCK * b + j
+            x, y = r[i], r[i + 1]
             if const_expr(masked):
-                score = score if BLOCK * b + j < seen else Float32(0.0)
-            part = part + score
-        total = total + part * factors[b]
+                x = x if i < seen else Float32(0.0)
+                y = y if i + 1 < seen else Float32(0.0)
+            part = cute.arch.add_packed_f32x2(part, (x, y))
+        total = total + (part[0] + part[1]) * factors[b]
     many = Int32(KEY_TILE)
     if const_expr(masked):
         many = cutlass.max(cutlass.min(seen, KEY_TILE), 1)
