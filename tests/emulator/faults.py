@@ -111,6 +111,7 @@ class Campaign:
         self.case, self.waivers, self.schedules = case, waivers, schedules
         self.log = log or (lambda text: None)
         self.limit = 20_000_000
+        self.everything = False
         self.programs: dict[str, Compiled] = {}
         self.regions: dict[str, Regions] = {}
         self.sites: list[Site] = []
@@ -239,8 +240,9 @@ class Campaign:
         return {site.kernel: hook}
 
     def plant(self) -> None:
+        """Plant each site that slept or acts (with ``everything``, each that is executed), until a schedule shows it."""
         for n, site in enumerate(self.sites):
-            if not site.executed:
+            if not (site.acts or site.slept or (self.everything and site.executed)):
                 continue
             t = time.time()
             for s in self.schedules:
@@ -332,12 +334,11 @@ class Campaign:
                 f"| {kind} | {len(chosen)} | {len(run)} | {sum(x.slept for x in run)} | {len(acts)} | "
                 f"{sum(bool(x.caught) for x in acts)} of {len(acts)} | {sum(bool(x.caught) for x in either)} of {len(either)} |"
             )
-        missed = [x for x in self.sites if x.executed and not x.caught]
+        missed = [x for x in self.sites if (x.acts or x.slept) and not x.caught]
         lines += [
             "",
             *(
-                f"* missed{'' if x.acts else ' (slept, orders nothing)' if x.slept else ' (never sleeps or acts)'}: "
-                f"{x.kind}, {x.where}{'; ' * bool(x.explained)}{x.explained}"
+                f"* missed{'' if x.acts else ' (slept, orders nothing)'}: {x.kind}, {x.where}{'; ' * bool(x.explained)}{x.explained}"
                 for x in missed
             ),
         ]
@@ -379,6 +380,7 @@ def main() -> None:
     parser.add_argument("--site", type=int, action="append", help="only this site (1-based, as logged)")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--schedules", type=int, default=4)
+    parser.add_argument("--all", action="store_true", help="also plant sites that neither sleep nor order anything in the unplanted runs")
     parser.add_argument("--part", help="i/n: plant only every n-th site, from the i-th (0-based) on")
     parser.add_argument("--merge", type=Path, nargs="+", help="documents of all parts of one campaign: print and write the whole")
     parser.add_argument("--out", type=Path, help="write totals and every site as JSON")
@@ -397,6 +399,7 @@ def main() -> None:
     capture.install("sm_90a" if "sm90" in args.case else "sm_100a")
     started = time.time()
     campaign = Campaign(builder(), waivers, api.schedules(args.schedules), log=lambda x: print(x, file=sys.stderr, flush=True))
+    campaign.everything = args.all
     campaign.baseline()
     print(f"baseline clean under {[str(s) for s in campaign.schedules]}, {len(campaign.sites)} sites", file=sys.stderr)
     if args.site:
