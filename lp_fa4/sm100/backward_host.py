@@ -14,13 +14,14 @@ from lp_fa4.config import LOG2_E, AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows, scale_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
-from lp_fa4.sm100.backward_config import TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
+from lp_fa4.sm100.backward_config import STAT_POWER, TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
 from lp_fa4.sm100.backward_items import item_capacity, work_items
 from lp_fa4.sm100.config import ARCHS, HEAD_DIMS
 from lp_fa4.sm100.scale_atoms import SF_ATOM, scale_atoms
 
-SHARED_REPLICAS = 8
-"""Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
+SHARED_REPLICAS = {torch.float32: 8, torch.float16: 32}
+"""Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet; in FP16 also that no buffer takes so
+many additions that their rounding shows (768 sequences of 4,096 keys: 768 a buffer, an error of about 2^-12 sqrt(768 / 2) = 0.5%)."""
 
 
 def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
@@ -38,7 +39,7 @@ def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
     return ""
 
 
-def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> None:
+def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor, dlse: Tensor | None) -> None:
     reason = reason_against_backward(problem.head_dim, problem.config)
     if reason:
         raise ValueError(reason)
@@ -48,6 +49,8 @@ def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> No
         raise ValueError(f"softmax_scale is {problem.softmax_scale}; sm100 kernels need a positive, finite one")
     if list(dout.shape) != list(result.out.shape):
         raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
+    if dlse is not None and problem.config.dq_dtype == torch.float16 and problem.config.dq_scale == "bound":
+        raise ValueError('dlse is given with FP16 dQ under dq_scale="bound", which bounds dO alone; give an int, or dq_dtype=torch.float32')
     if dout.dtype != torch.bfloat16:
         raise ValueError(f"dout has dtype {dout.dtype}; the sm100 backward takes torch.bfloat16")
 
@@ -66,7 +69,7 @@ def backward(
     Raises: ``ValueError`` for what these kernels do not serve.
     """
     device = problem.device
-    _check(problem, result, dout)
+    _check(problem, result, dout, dlse)
     arch = arch_of(device)
     if arch not in ARCHS:
         raise ValueError(f"{device} compiles for {arch}; sm100 kernels are for {', '.join(ARCHS)}")
@@ -84,7 +87,7 @@ def run(
     dlse: Tensor | None = None,
 ) -> Gradients:
     """Allocate, lay out scales, list the work, launch."""
-    _check(problem, result, dout)
+    _check(problem, result, dout, dlse)
     p, config, device = problem, problem.config, problem.device
     mxfp8 = config.grad_format == "mxfp8"
     if p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0:
@@ -108,12 +111,12 @@ def run(
         deterministic=deterministic,
         p_scale_log2=config.p_scale_backward_log2,
     )
-    serial = deterministic and (half or not p.shared_q)
+    serial = deterministic and not p.shared_q
     items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial)
     ctas = min(processors, item_capacity(p.tokens, batch, serial) * kv_heads)
     rows = tile_rows(queries, p.rows, batch)
     dq_rows = -(-p.q.shape[0] // TILE) if p.shared_q else rows
-    replicas = 1 if not p.shared_q else batch if half else ctas if deterministic else min(SHARED_REPLICAS, ctas)
+    replicas = 1 if not p.shared_q else ctas if deterministic else min(SHARED_REPLICAS[config.dq_dtype], ctas)
     empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
     do8 = empty(torch.uint8, p.rows, heads, d)
     sf_do, sf_dot = (empty(torch.uint8, rows, heads, SF_ATOM) for _ in range(2))
@@ -159,6 +162,8 @@ def run(
         queries or 0,
         p.softmax_scale,
     )
+    if half and p.shared_q and not isinstance(config.dq_scale, int):
+        share_powers(stats, batch)
     unit = p.softmax_scale * 2.0**-config.p_scale_backward_log2
     launch(
         compile_main(arch, spec, backward_tuning(arch, spec), offsets_dtype),
@@ -206,6 +211,13 @@ def run(
     if mxfp8:
         return Gradients(dq, *(_wrap(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
     return Gradients(dq, dk, dv, dv_mean)
+
+
+def share_powers(stats: Tensor, batch: int) -> None:
+    """One power of two for all sequences of a shared query, whose FP16 sums meet in one buffer: the least of theirs, lowered by the number
+    of sequences (the bounds of all of them may add up). ``stats [batch * tiles, H, 4 * 128]``, changed in place."""
+    powers = stats.unflatten(0, (batch, -1))[..., STAT_POWER * TILE :]
+    powers.copy_((powers.amin(0, keepdim=True) * 2.0 ** -(batch - 1).bit_length()).expand_as(powers))
 
 
 def key_exponents(p: AttentionProblem, offsets_k: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ class Postpass:
     def __init__(self, head_dim: int, group: int, jagged: bool, shared: bool, centred: bool, half: bool):
         self.head_dim, self.group, self.jagged, self.shared, self.centred, self.half = head_dim, group, jagged, shared, centred, half
         self.width = 8 if half else 4  # values in 16 bytes
-        self.rounds = TILE * head_dim // self.width // THREADS
+        pieces = TILE * head_dim // self.width
+        self.split = pieces // THREADS if shared else 1  # CTAs of a tile: few tiles, many buffers
+        self.rounds = pieces // THREADS // self.split
 
     @cute.jit
     def __call__(
@@ -36,7 +38,7 @@ class Postpass:
         factor: Float32,
         stream,
     ):
-        grid = tile_rows * Int32(dq.shape[1])
+        grid = tile_rows * Int32(dq.shape[1]) * self.split
         if const_expr(self.centred):
             grid = grid + Int32(dv_mean.shape[0]) * Int32(dv_mean.shape[1])
         self.kernel(partial, stats, dq, offsets_q, offsets_k, sums, dv_mean, queries, tile_rows, replicas, factor).launch(
@@ -63,9 +65,9 @@ class Postpass:
         grid, _, _ = cute.arch.grid_dim()
         heads = Int32(dq.shape[1])
         batch = Int32(offsets_k.shape[0]) - 1
-        tiles = tile_rows * heads
+        tiles = tile_rows * heads * self.split
         if bid < tiles:
-            tile_row, head = bid // heads, bid % heads
+            tile_row, head, part = bid // self.split // heads, bid // self.split % heads, bid % self.split
             per = (queries + (TILE - 1)) // TILE
             if const_expr(self.jagged):
                 b = find_sequence(offsets_q, batch, tile_row, TILE)
@@ -75,7 +77,7 @@ class Postpass:
             else:
                 start, tile = tile_row // per * queries, tile_row % per
                 left = queries - TILE * tile
-            self.rows(partial, stats, dq, tile_row, head, start + TILE * tile, left, tile_rows, replicas, factor)
+            self.rows(partial, stats, dq, tile_row, head, part, start + TILE * tile, left, tile_rows, replicas, factor)
         elif const_expr(self.centred):
             self.mean(offsets_q, offsets_k, sums, dv_mean, bid - tiles, queries)
         if const_expr(self.jagged):  # rows of dq past the last sequence
@@ -84,9 +86,9 @@ class Postpass:
                     dq[row, i // self.head_dim, i % self.head_dim] = Float32(0.0)
 
     @cute.jit
-    def rows(self, partial, stats, dq, tile_row, head, first, left, tile_rows, replicas, factor):
-        """One tile: 16 bytes of an image hold neighbouring columns of a row (see ``backward_reduce``). ``stats``: hold the power of
-        two on FP16 sums of each buffer and row (a buffer is a sequence where queries are shared)."""
+    def rows(self, partial, stats, dq, tile_row, head, part, first, left, tile_rows, replicas, factor):
+        """One tile, or a part of it: 16 bytes of an image hold neighbouring columns of a row (see ``backward_reduce``). ``stats`` hold the
+        power of two on a row's FP16 sums (where queries are shared, one for all sequences)."""
         d, width = self.head_dim, self.width
         tid, _, _ = cute.arch.thread_idx()
         heads = Int64(dq.shape[1])
@@ -95,7 +97,7 @@ class Postpass:
         source = partial.iterator.toint() + (Int64(tile_row) * heads + head) * size
         step = Int64(tile_rows) * heads * size
         for p in cutlass.range_constexpr(self.rounds):
-            piece = tid + THREADS * p
+            piece = tid + THREADS * (self.rounds * part + p)
             chunks = d // width
             warp, rest = piece // (32 * chunks), piece % (32 * chunks)
             # neighbouring threads take neighbouring chunks of a row: whole sectors are written
@@ -104,18 +106,18 @@ class Postpass:
             if row < left:
                 total = cute.make_rmem_tensor(width, Float32)
                 total.fill(0.0)
-                for r in cutlass.range(replicas, unroll=4):
+                for r in cutlass.range(replicas, unroll=8):
                     pointer = cute.make_ptr(kind, source + Int64(r) * step + 16 * place, cute.AddressSpace.gmem, assumed_align=16)
                     more = cute.make_rmem_tensor(width, kind)
                     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), more)
-                    scale = Float32(1.0)
-                    if const_expr(self.half):
-                        scale = Float32(1.0) / stats[r * tile_rows + tile_row, head, STAT_POWER * TILE + row]
                     for i in cutlass.range_constexpr(width):
-                        total[i] = total[i] + Float32(more[i]) * scale
+                        total[i] = total[i] + Float32(more[i])
+                scale = factor
+                if const_expr(self.half):
+                    scale = Float32(1.0) / stats[tile_row, head, STAT_POWER * TILE + row]
                 at = dq.iterator.toint() + ((Int64(first) + row) * heads + head) * (4 * d) + 4 * width * chunk
                 for i in cutlass.range_constexpr(0, width, 4):
-                    four = [total[i + j] * factor for j in range(4)]
+                    four = [total[i + j] * scale for j in range(4)]
                     effect([at + 4 * i, *four], "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f")
 
     @cute.jit
@@ -144,7 +146,7 @@ class Postpass:
 def compile_postpass(arch: str, head_dim: int, group: int, jagged: bool, shared: bool, centred: bool, half: bool, offsets_dtype: str):
     """Compile for ``arch``. Arguments: sums of dQ (fp32 or fp16 ``[replicas * tile rows, H, 128 * D]``); the pre-pass's statistics where
     sums are FP16, or None; dq: fp32 ``[N, H, D]``; offsets_q (read if jagged), offsets_k; column sums of dO (pre-pass); dv_mean: fp32
-    ``[B, Hkv, D]`` or None; queries (if not jagged); tile rows of a buffer; buffers; factor on dQ."""
+    ``[B, Hkv, D]`` or None; queries (if not jagged); tile rows of a buffer; buffers; factor on FP32 sums."""
     heads = symbol()
     offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
     return build(

@@ -260,8 +260,12 @@ class Prepass:
         seen = last
         if const_expr(self.spec.causal):
             seen = last + r
+        # a row whose dQ is 0 bounds nothing (where queries are shared, the least power of all sequences is taken); one that is not finite
+        # may have any
         result = Int32(0)
-        if sees and largest > 0 and largest < 0x7F800000:
+        if largest == 0 or not sees:
+            result = Int32(100)
+        elif largest < 0x7F800000:
             kv_head = head * Int32(key_exponents.shape[1]) // heads
             above = lambda bits: (bits >> 23) - 126  # noqa: E731  2^above is more than the value
             keys = key_exponents[group_row + seen // 32, kv_head] + 18

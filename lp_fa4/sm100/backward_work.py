@@ -90,10 +90,7 @@ def dq_row(spec: cutlass.Constexpr, args, item: KeyTile, tile: Int32):
     """Row of dQ's workspace for a query tile: one of several buffers where queries are shared."""
     row = item.tile_row + tile
     if const_expr(spec.shared):
-        buffer = Int32(cute.arch.block_idx()[0]) % args.replicas
-        if const_expr(spec.dq_half):
-            buffer = item.sequence
-        row = buffer * args.dq_rows + tile
+        row = Int32(cute.arch.block_idx()[0]) % args.replicas * args.dq_rows + tile
     return row
 
 

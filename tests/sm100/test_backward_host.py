@@ -1,5 +1,6 @@
 """What surrounds the backward: capability, words for what is not served, the plan of tensor memory, work items, powers of two."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -45,6 +46,9 @@ def test_other_devices_and_wrong_arguments_are_refused_in_words():
         lp_fa4.sm100.backward(p, result, dout[:2])
     with pytest.raises(ValueError, match=r"dout has dtype torch.float32"):
         lp_fa4.sm100.backward(p, result, dout.float())
+    half = dataclasses.replace(p, config=p.config.with_(dq_dtype=torch.float16))
+    with pytest.raises(ValueError, match="dlse is given with FP16 dQ"):
+        lp_fa4.sm100.backward(half, result, dout, dlse=torch.zeros_like(result.lse))
 
 
 def test_variants_that_do_not_exist_are_refused_in_words():
