@@ -28,7 +28,6 @@ from fused_ops.gemm_norm_backward.config import TILE, InputSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
     block_byte,
-    block_factor,
     codes_to_f16,
     float_to_pair,
     load_words,
@@ -45,6 +44,8 @@ from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 HEAD = 6
 """The row's largest codes are multiplied by 2^6: 448 becomes 28,672 of FP16's 65,504."""
+X_AFTER, DV_AFTER = 2, 4
+"""Groups of MMAs after whose issue ``x`` and ``dv`` are asked for: early enough to arrive with the products, late enough for registers."""
 DEPTH = 64
 """Contraction of one group of MMAs: a thread's 16 codes of a row, in 4 steps."""
 
@@ -96,7 +97,8 @@ class InputGradient:
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, self.element), (spec.slab, spec.rows), order=(0, 1))
 
     def storage(self, layout):
-        """Shared memory of a CTA. ``sums``: what the cluster's CTAs send, by warpgroup, slot and sender; a slot is full, then empty."""
+        """Shared memory of a CTA. ``sums``: what the cluster's CTAs send, by warpgroup, slot and sender; a slot is full, then empty.
+        ``means``: each warp's copy of the mean of the sequence that it last met."""
         spec = self.spec
 
         @cute.struct
@@ -104,6 +106,7 @@ class InputGradient:
             bars: cute.struct.Align[cute.struct.MemRange[Int64, 4 * spec.groups], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * spec.groups * spec.cluster * TILE], 16]
             gain: cute.struct.Align[cute.struct.MemRange[Float32, spec.slab], 16]
+            means: cute.struct.Align[cute.struct.MemRange[Float32, 4 * spec.groups * spec.slab if spec.mean else 4], 16]
             top: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
             w: cute.struct.Align[cute.struct.MemRange[self.element, cute.cosize(layout)], 1024]
 
@@ -170,16 +173,22 @@ class InputGradient:
             unit=back,
         )
         exchange = Bundle(bars=store.bars.data_ptr() + 4 * group, sums=store.sums.data_ptr() + 2 * spec.cluster * TILE * group)
+        means = store.means.data_ptr() + (warp * spec.slab if const_expr(spec.mean) else 0)
+        here = Bundle(exchange=exchange, gains=gains, means=means)
         thread = mma.get_slice(0)
         b = thread.make_fragment_B(thread.partition_B(slab))
         columns = cute.make_rmem_tensor(self.runs, Float32)
         columns.fill(0.0)
         first, step = bid // spec.cluster * spec.groups + group, grid // spec.cluster * spec.groups
-        turn = Int32(0)
-        found = cute.make_rmem_tensor((2, 2), Int32)
-        self.locate(io, at, first, found)
+        turn, cached = Int32(0), Int32(-1)
+        # Of the tile to come: places (sequences, rows of scales), dk and its exponents.
+        places = cute.make_rmem_tensor(5, Int32)
+        codes = cute.make_rmem_tensor((4 if spec.dk.mx else 8, spec.rows // DEPTH, 2), Uint32)
+        bytes_ = cute.make_rmem_tensor((spec.rows // DEPTH, 2), Int32)
+        self.locate(io, at, first, places)
+        self.load_codes(io, at, first, places, codes, bytes_, True)
         for tile in cutlass.range(first, cute.ceil_div(at.limit, TILE), step, unroll=1):
-            self.tile(mma, b, io, at, exchange, gains, columns, found, tile, step, turn)
+            cached = self.tile(mma, b, io, at, here, columns, places, codes, bytes_, tile, step, turn, cached)
             turn = turn + 1
         if const_expr(spec.need_norm):
             lane = tid % 32
@@ -237,8 +246,9 @@ class InputGradient:
             gains[i] = gain[column0 + i]
 
     @cute.jit
-    def locate(self, io, at, tile: Int32, found: cute.Tensor):
-        """Rows of the scales and sequences of this thread's rows (``r`` and ``r + 8``) of a tile: ``found`` [2, 2]."""
+    def locate(self, io, at, tile: Int32, places: cute.Tensor):
+        """Where this thread's rows (``r`` and ``r + 8``) of a tile lie: their rows of the scales (2), their sequences (2), and the sequence
+        of the whole tile (-1 if it has several, or a row past the end)."""
         lane = cute.arch.lane_idx()
         row0 = tile * TILE + at.warp % 4 * 16 + lane // 4
         low, high = Int32(0), Int32(0)
@@ -250,11 +260,49 @@ class InputGradient:
             if const_expr(self.spec.lookup):
                 b = search_alone(io.offsets, low, high, row)
                 begin = Int32(io.offsets[b])
-                found[i, 0] = begin // GROUP + b + (row - begin) // GROUP
-                found[i, 1] = b
+                places[i] = begin // GROUP + b + (row - begin) // GROUP
+                places[2 + i] = b
             else:
-                found[i, 0] = row // GROUP
-                found[i, 1] = Int32(0)
+                places[i] = row // GROUP
+                places[2 + i] = Int32(0)
+        places[4] = low if (low == high) & (tile * TILE + TILE <= at.total) else Int32(-1)
+
+    @cute.jit
+    def load_codes(self, io, at, tile: Int32, places: cute.Tensor, codes: cute.Tensor, bytes_: cute.Tensor, early: cutlass.Constexpr):
+        """This thread's part of ``dk``, 0 past the end: its exponents and the first of its chunks (``early``), or the rest."""
+        spec = self.spec
+        lane = cute.arch.lane_idx()
+        chunks = spec.rows // DEPTH
+        for c in cutlass.range_constexpr(chunks):
+            if const_expr((c < chunks // 2) == early):
+                codes[None, c, None].fill(0)
+        if const_expr(early):
+            bytes_.fill(0)
+        for i in cutlass.range_constexpr(2):
+            row = tile * TILE + at.warp % 4 * 16 + lane // 4 + 8 * i
+            if row < at.total:
+                for c in cutlass.range_constexpr(chunks):
+                    column = DEPTH * c + 16 * (lane % 4)
+                    if const_expr(spec.dk.mx and early):
+                        bytes_[c, i] = block_byte(io.dk_scale, places[i], column, spec.dk.width, spec.dk.static)
+                    for j in cutlass.range_constexpr((1 if spec.dk.mx else 2) if (c < chunks // 2) == early else 0):
+                        part = cute.make_rmem_tensor(4, Uint32)
+                        load_words(io.dk, row, column + 8 * j, part)
+                        for n in cutlass.range_constexpr(4):
+                            codes[4 * j + n, c, i] = part[n]
+
+    @cute.jit
+    def keep_mean(self, io, at, here, sequence: Int32, cached: Int32) -> Int32:
+        """Bring a tile's mean to this warp's shared memory, unless it is there; returns whose is."""
+        if (sequence >= 0) & (sequence != cached):
+            lane = cute.arch.lane_idx()
+            kept = cute.make_tensor(here.means, cute.make_layout(self.spec.slab))
+            cute.arch.sync_warp()
+            for n in cutlass.range_constexpr(self.runs):
+                kept[lane + 32 * n] = io.mean[Int64(sequence), at.column0 + lane + 32 * n]
+            cute.arch.sync_warp()
+            cached = sequence
+        return cached
 
     @cute.jit
     def tile(
@@ -263,36 +311,24 @@ class InputGradient:
         b: cute.Tensor,
         io,
         at,
-        exchange,
-        gains: cute.Tensor,
+        here,
         columns: cute.Tensor,
-        found: cute.Tensor,
+        places: cute.Tensor,
+        codes: cute.Tensor,
+        bytes_: cute.Tensor,
         tile: Int32,
         step: Int32,
         turn: Int32,
-    ):
-        """One tile of 64 rows, this CTA's columns. ``found``: of this tile, on return of the next."""
+        cached: Int32,
+    ) -> Int32:
+        """One tile of 64 rows, this CTA's columns. ``places``, ``codes``, ``bytes_`` are of this tile, on return of the next."""
         spec = self.spec
         lane = cute.arch.lane_idx()
         quad = lane % 4
         chunks = spec.rows // DEPTH
-        words = 4 if const_expr(spec.dk.mx) else 8
         row0 = tile * TILE + at.warp % 4 * 16 + lane // 4
-        rows, places, sequences = [row0, row0 + 8], [found[0, 0], found[1, 0]], [found[0, 1], found[1, 1]]
-        codes = cute.make_rmem_tensor((words, chunks, 2), Uint32)
-        codes.fill(0)
-        bytes_ = cute.make_rmem_tensor((chunks, 2), Int32)
-        bytes_.fill(0)
-        for i in cutlass.range_constexpr(2):
-            if rows[i] < at.total:
-                for c in cutlass.range_constexpr(chunks):
-                    for j in cutlass.range_constexpr(0, words, 4):
-                        part = cute.make_rmem_tensor(4, Uint32)
-                        load_words(io.dk, rows[i], DEPTH * c + 16 * quad + 2 * j, part)
-                        for n in cutlass.range_constexpr(4):
-                            codes[j + n, c, i] = part[n]
-                    if const_expr(spec.dk.mx):
-                        bytes_[c, i] = block_byte(io.dk_scale, places[i], DEPTH * c + 16 * quad, spec.dk.width, spec.dk.static)
+        rows, rows_of_scales, sequences, whole = [row0, row0 + 8], [places[0], places[1]], [places[2], places[3]], places[4]
+        self.load_codes(io, at, tile, places, codes, bytes_, False)
         self.prefetch(io, at, tile + step)
         tops = [Int32(0), Int32(0)]
         if const_expr(spec.dk.mx):
@@ -301,6 +337,12 @@ class InputGradient:
                     tops[i] = cutlass.max(tops[i], bytes_[c, i] if bytes_[c, i] < 255 else Int32(0))
                 for offset in (1, 2):
                     tops[i] = cutlass.max(tops[i], cute.arch.shuffle_sync_bfly(tops[i], offset=offset))
+        xs = cute.make_rmem_tensor((4, self.runs, 2), Uint32)
+        scale = cute.make_rmem_tensor(2, Float32)
+        dvs, dv_bytes = None, None
+        if const_expr(spec.dv is not None):
+            dvs = cute.make_rmem_tensor((2 if spec.dv.mx else 4, self.runs, 2), Uint32)
+            dv_bytes = cute.make_rmem_tensor((self.runs, 2), Int32)
         acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
         operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, DEPTH))) for _ in range(2)]
         for c in cutlass.range_constexpr(chunks):
@@ -321,30 +363,14 @@ class InputGradient:
                 cute.gemm(atom, acc, operands[c % 2][None, None, s], b[None, None, 4 * c + s], acc)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-
-        xs = cute.make_rmem_tensor((4, self.runs, 2), Uint32)
-        xs.fill(0)
-        scale = cute.make_rmem_tensor(2, Float32)
-        scale.fill(0.0)
-        wide = 2 if const_expr(spec.dv is not None and spec.dv.mx) else 4
-        dvs, dv_factors = None, None
-        if const_expr(spec.dv is not None):
-            dvs = cute.make_rmem_tensor((wide, self.runs, 2), Uint32)
-            dvs.fill(0)
-            dv_factors = cute.make_rmem_tensor((self.runs, 2), Float32)
-            dv_factors.fill(0.0)
-        for i in cutlass.range_constexpr(2):
-            if rows[i] < at.total:
-                scale[i] = io.rstd[Int64(rows[i])]
-                for q in cutlass.range_constexpr(self.runs):
-                    column = at.column0 + 32 * q + 8 * quad
-                    load_words(io.x, rows[i], column, xs[None, q, i])
-                    if const_expr(spec.dv is not None):
-                        load_words(io.dv, rows[i], column, dvs[None, q, i])
-                        if const_expr(spec.dv.mx):
-                            dv_factors[q, i] = block_factor(io.dv_scale, places[i], column, spec.dv.width, spec.dv.static)
+            if const_expr(c == min(X_AFTER, chunks - 1)):
+                self.load_x(io, at, rows, xs, scale)
+            if const_expr(spec.dv is not None and c == min(DV_AFTER, chunks - 1)):
+                self.load_dv(io, at, rows, rows_of_scales, dvs, dv_bytes)
         if tile + step < cute.ceil_div(at.limit, TILE):
-            self.locate(io, at, tile + step, found)
+            self.locate(io, at, tile + step, places)
+        if const_expr(spec.mean):
+            cached = self.keep_mean(io, at, here, whole, cached)
         warpgroup.wait_group(0)
 
         units = [Float32(1.0), Float32(1.0)]
@@ -353,16 +379,21 @@ class InputGradient:
         sums = [Float32(0.0), Float32(0.0)]
         for q in cutlass.range_constexpr(self.runs):
             gain = cute.make_rmem_tensor(8, Float32)
-            load_gain(gains, 32 * q + 8 * quad, gain)
+            load_shared(here.gains.iterator + (32 * q + 8 * quad), gain)
+            base = cute.make_rmem_tensor(8, Float32)
+            if const_expr(spec.mean):
+                base.fill(0.0)
+                if whole >= 0:
+                    load_shared(here.means + (32 * q + 8 * quad), base)
             column_sums = [Float32(0.0)] * 8
             for i in cutlass.range_constexpr(2):
                 xf = self.x_of(xs, q, i)
-                extra = self.dv_of(dvs, dv_factors, q, i)
-                base = cute.make_rmem_tensor(8, Float32)
-                if const_expr(spec.mean):
-                    base.fill(0.0)
-                    if rows[i] < at.total:
-                        load_mean(io.mean, sequences[i], at.column0 + 32 * q + 8 * quad, base)
+                extra = self.dv_of(dvs, dv_bytes, q, i)
+                if const_expr(spec.mean):  # noqa: SIM102 - one is decided at compile time
+                    if whole < 0:
+                        base.fill(0.0)
+                        if rows[i] < at.total:
+                            load_mean(io.mean, sequences[i], at.column0 + 32 * q + 8 * quad, base)
                 for e in cutlass.range_constexpr(8):
                     index = e % 2 + 2 * i + 4 * (4 * q + e // 2)
                     d = acc[index]
@@ -380,11 +411,12 @@ class InputGradient:
                     sums[i] = sums[i] + acc[index] * xhat
             if const_expr(spec.need_norm):
                 columns[q] = columns[q] + sum_rows(column_sums)
+        self.load_codes(io, at, tile + step, places, codes, bytes_, True)
         if const_expr(spec.need_x):
             for i in cutlass.range_constexpr(2):
                 sums[i] = quad_sum(sums[i])
             if const_expr(spec.cluster > 1):
-                sums = self.exchange(at, exchange, sums, turn)
+                sums = self.exchange(at, here.exchange, sums, turn)
             for i in cutlass.range_constexpr(2):
                 if rows[i] < at.limit:
                     share = scale[i] * (sums[i] * Float32(1.0 / spec.columns))
@@ -400,6 +432,32 @@ class InputGradient:
                             if rows[i] >= at.total:
                                 out[e // 2] = Int32(0)
                         store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, out)
+        return cached
+
+    @cute.jit
+    def load_x(self, io, at, rows, xs: cute.Tensor, scale: cute.Tensor):
+        """This thread's part of ``x`` and ``rstd``, 0 past the end."""
+        xs.fill(0)
+        scale.fill(0.0)
+        for i in cutlass.range_constexpr(2):
+            if rows[i] < at.total:
+                scale[i] = io.rstd[Int64(rows[i])]
+                for q in cutlass.range_constexpr(self.runs):
+                    load_words(io.x, rows[i], at.column0 + 32 * q + 8 * (cute.arch.lane_idx() % 4), xs[None, q, i])
+
+    @cute.jit
+    def load_dv(self, io, at, rows, rows_of_scales, dvs: cute.Tensor, bytes_: cute.Tensor):
+        """This thread's part of ``dv`` and its exponents, 0 past the end."""
+        kind = self.spec.dv
+        dvs.fill(0)
+        bytes_.fill(0)
+        for i in cutlass.range_constexpr(2):
+            if rows[i] < at.total:
+                for q in cutlass.range_constexpr(self.runs):
+                    column = at.column0 + 32 * q + 8 * (cute.arch.lane_idx() % 4)
+                    load_words(io.dv, rows[i], column, dvs[None, q, i])
+                    if const_expr(kind.mx):
+                        bytes_[q, i] = block_byte(io.dv_scale, rows_of_scales[i], column, kind.width, kind.static)
 
     @cute.jit
     def x_of(self, xs: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr, again: cutlass.Constexpr = False):
@@ -410,13 +468,14 @@ class InputGradient:
         return out
 
     @cute.jit
-    def dv_of(self, dvs: cute.Tensor, factors: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr):
+    def dv_of(self, dvs: cute.Tensor, bytes_: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr):
         """Eight values of ``dv``."""
         out = []
         if const_expr(self.spec.dv is not None):
             if const_expr(self.spec.dv.mx):
+                factor = scale_of_byte(bytes_[q, i])
                 for n in cutlass.range_constexpr(2):
-                    out += [v * factors[q, i] for v in e4m3x4_to_float(Int32(dvs[n, q, i]))]
+                    out += [v * factor for v in e4m3x4_to_float(Int32(dvs[n, q, i]))]
             else:
                 for n in cutlass.range_constexpr(4):
                     out += pair_to_float(dvs[n, q, i], False)
@@ -503,10 +562,10 @@ def sum_rows(values):
 
 
 @cute.jit
-def load_gain(gains: cute.Tensor, column, out: cute.Tensor):
+def load_shared(pointer, out: cute.Tensor):
     """Eight FP32 from shared memory."""
-    pointer = cute.make_ptr(Float32, (gains.iterator + column).toint(), cute.AddressSpace.smem, assumed_align=16)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), out)
+    aligned = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(8)), out)
 
 
 @cute.jit

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import e4m3x4_to_float, float_of, inline_ptx, scale_of_byte
+from lp_fa4.common.numbers import e4m3x4_to_float, float_of, inline_ptx
 
 GROUP = 32
 
@@ -96,12 +96,6 @@ def block_byte(scale: cute.Tensor, row: Int32, column: Int32, width: cutlass.Con
     """Scale byte of the block that holds ``column``, in row ``row`` of the scales (static ones have one row)."""
     at = Int64(0) if cutlass.const_expr(static) else Int64(row)
     return Int32(scale[at, column // width])
-
-
-@cute.jit
-def block_factor(scale: cute.Tensor, row: Int32, column: Int32, width: cutlass.Constexpr, static: cutlass.Constexpr) -> Float32:
-    """Factor of the block that holds ``column``, in row ``row`` of the scales (static ones have one row)."""
-    return scale_of_byte(block_byte(scale, row, column, width, static))
 
 
 @cute.jit

@@ -12,13 +12,14 @@ and have the one after in flight. The partial sums are added by the caller, in o
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hop
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
 from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
-from fused_ops.gemm_norm_backward.rows import GROUP, block_factor, codes_to_bf16, load_words, prefetch_line, search, search_alone
+from fused_ops.gemm_norm_backward.rows import GROUP, block_byte, codes_to_bf16, load_words, prefetch_line, search, search_alone
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.numbers import scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 AHEAD = 4
@@ -96,46 +97,47 @@ class WeightGradient:
             batch = Int32(offsets.shape[0]) - 1
             total = Int32(offsets[batch])
         io = Bundle(dk=dk, dk_scale=dk_scale, xn=xn, xn_scale=xn_scale, offsets=offsets)
-        at = Bundle(
-            warp=warp, row0=row0, column0=column0, batch=batch, total=total, tile=tile,
-            a=Int32(store.a.data_ptr().toint()), b=Int32(store.b.data_ptr().toint()),
-        )  # fmt: skip
         # Steps are dealt out so that all runs are equal to one.
         steps = cute.ceil_div(total, TILE)
         splits = Int32(parts.shape[0])
         first = Int32(Int64(steps) * split // splits)
         last = Int32(Int64(steps) * (split + 1) // splits)
+        at = Bundle(
+            warp=warp, row0=row0, column0=column0, batch=batch, total=cutlass.min(total, last * TILE), tile=tile,
+            a=Int32(store.a.data_ptr().toint()), b=Int32(store.b.data_ptr().toint()),
+        )  # fmt: skip
 
         acc = cute.make_rmem_tensor(mma.partition_shape_C((spec.tile_rows, spec.tile_columns)), Float32)
         acc.fill(0.0)
-        codes = cute.make_rmem_tensor((self.words, self.units), Uint32)
-        factors = cute.make_rmem_tensor(self.units, Float32)
-        # the sequence of a step's first row, and where it ends
-        place = cute.make_rmem_tensor(2, Int32)
+        codes = [cute.make_rmem_tensor((self.words, self.units), Uint32) for _ in range(2)]
+        bytes_ = [cute.make_rmem_tensor(self.units, Int32) for _ in range(2)]
+        # the sequence of a step's first row, where it begins and where it ends
+        place = cute.make_rmem_tensor(3, Int32)
         place.fill(0)
-        if first < last:
-            self.load(io, at, codes, factors, place, first)
-            self.convert(at, codes, factors, Int32(0))
-            self.load(io, at, codes, factors, place, first + 1)
+        self.load(io, at, codes[0], bytes_[0], place, first)
+        self.load(io, at, codes[1], bytes_[1], place, first + 1)
+        self.convert(at, codes[0], bytes_[0], Int32(0))
+        self.load(io, at, codes[0], bytes_[0], place, first + 2)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         stage = Int32(0)
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-        for step in cutlass.range(first, last, unroll=1):
-            warpgroup.fence()
-            for k in cutlass.range_constexpr(TILE // 16):
-                cute.gemm(atom, acc, a[None, None, k, stage], b[None, None, k, stage], acc)
-            warpgroup.commit_group()
-            stage = stage + 1
-            if stage == STAGES:
-                stage = Int32(0)
-            # The next step's stage was last read two steps ago; everyone has waited for that since.
-            self.convert(at, codes, factors, stage)
-            self.load(io, at, codes, factors, place, step + 2)
-            cute.arch.fence_view_async_shared()
-            warpgroup.wait_group(1)
-            cute.arch.sync_threads()
+        for step in cutlass.range(first, last, 2, unroll=1):
+            for n in cutlass.range_constexpr(2):  # a step past the run is all zeros
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(TILE // 16):
+                    cute.gemm(atom, acc, a[None, None, k, stage], b[None, None, k, stage], acc)
+                warpgroup.commit_group()
+                stage = stage + 1
+                if stage == STAGES:
+                    stage = Int32(0)
+                # The next step's stage was last read two steps ago; everyone has waited for that since.
+                self.convert(at, codes[1 - n], bytes_[1 - n], stage)
+                self.load(io, at, codes[1 - n], bytes_[1 - n], place, step + n + 3)
+                cute.arch.fence_view_async_shared()
+                warpgroup.wait_group(1)
+                cute.arch.sync_threads()
         warpgroup.wait_group(0)
         lane = tid % 32
         row = row0 + group * 64 + warp % 4 * 16 + lane // 4
@@ -157,21 +159,21 @@ class WeightGradient:
         return index % blocks, index // blocks * 8 + lane // 4, lane % 4
 
     @cute.jit
-    def load(self, io, at, codes: cute.Tensor, factors: cute.Tensor, place: cute.Tensor, step: Int32):
-        """A step's pieces and their factors into registers; 0 where there is no token."""
+    def load(self, io, at, codes: cute.Tensor, bytes_: cute.Tensor, place: cute.Tensor, step: Int32):
+        """A step's pieces and their exponents into registers; 0 where there is no token."""
         spec = self.spec
         codes.fill(0)
-        factors.fill(0.0)
+        bytes_.fill(0)
         token0 = step * TILE
         if token0 < at.total:
             low, high, begin = Int32(0), Int32(0), Int32(0)
             if const_expr(spec.lookup):
-                if token0 >= place[1]:
+                if token0 >= place[2]:
                     place[0] = search(io.offsets, place[0], at.batch, token0)
-                    place[1] = Int32(io.offsets[place[0] + 1])
-                low = place[0]
+                    place[1], place[2] = Int32(io.offsets[place[0]]), Int32(io.offsets[place[0] + 1])
+                low, begin = place[0], place[1]
                 high = low
-                if cutlass.min(token0 + TILE, at.total) > place[1]:
+                if cutlass.min(token0 + TILE, at.total) > place[2]:
                     high = search(io.offsets, low, at.batch, token0 + TILE - 1)
             for u in cutlass.range_constexpr(self.units):
                 block, row, piece = self.unit(at, u)
@@ -179,16 +181,60 @@ class WeightGradient:
                 if token < at.total:
                     scale_row = token // GROUP
                     if const_expr(spec.lookup):
-                        b = search_alone(io.offsets, low, high, token)
-                        begin = Int32(io.offsets[b])
-                        scale_row = begin // GROUP + b + (token - begin) // GROUP
-                    if block < self.left:
-                        column = at.row0 + 64 * block + 16 * piece
-                        self.load_piece(spec.dk, io.dk, io.dk_scale, codes, factors, u, token, scale_row, column)
+                        b, start = low, begin
+                        if low < high:
+                            b = search_alone(io.offsets, low, high, token)
+                            start = Int32(io.offsets[b])
+                        scale_row = start // GROUP + b + (token - start) // GROUP
+                    if const_expr(spec.dk.mx == spec.xn.mx):
+                        self.load_either(io, at, codes, bytes_, u, block, piece, token, scale_row)
                     else:
-                        column = at.column0 + 64 * (block - self.left) + 16 * piece
-                        self.load_piece(spec.xn, io.xn, io.xn_scale, codes, factors, u, token, scale_row, column)
+                        if block < self.left:
+                            column = at.row0 + 64 * block + 16 * piece
+                            self.load_piece(spec.dk, io.dk, io.dk_scale, codes, bytes_, u, token, scale_row, column)
+                        else:
+                            column = at.column0 + 64 * (block - self.left) + 16 * piece
+                            self.load_piece(spec.xn, io.xn, io.xn_scale, codes, bytes_, u, token, scale_row, column)
             self.prefetch(io, at, token0 + AHEAD * TILE)
+
+    @cute.jit
+    def load_either(
+        self,
+        io,
+        at,
+        codes: cute.Tensor,
+        bytes_: cute.Tensor,
+        u: cutlass.Constexpr,
+        block: Int32,
+        piece: Int32,
+        token: Int32,
+        scale_row: Int32,
+    ):
+        """16 columns of a row of either operand, both stored alike: one piece of code for both, so no branch between the loads."""
+        spec = self.spec
+        item = 1 if const_expr(spec.dk.mx) else 2
+        left = block < self.left
+        column = at.row0 + 64 * block + 16 * piece if left else at.column0 + 64 * (block - self.left) + 16 * piece
+        base = io.dk.iterator.toint() if left else io.xn.iterator.toint()
+        stride = Int64(io.dk.stride[0]) if left else Int64(io.xn.stride[0])
+        address = base + (Int64(token) * stride + column) * item
+        for j in cutlass.range_constexpr(1 if spec.dk.mx else 2):
+            part = cute.make_rmem_tensor(4, Uint32)
+            pointer = cute.make_ptr(Uint32, address + 16 * j, cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), part)
+            for n in cutlass.range_constexpr(4):
+                codes[4 * j + n, u] = part[n]
+        if const_expr(spec.dk.mx):
+            first, second = self.scale_place(spec.dk, io.dk_scale), self.scale_place(spec.xn, io.xn_scale)
+            base = first[0] if left else second[0]
+            stride = Int32(first[1]) if left else Int32(second[1])
+            block_column = column // spec.dk.width if left else column // spec.xn.width
+            pointer = cute.make_ptr(Uint8, base + (Int64(scale_row) * stride + block_column), cute.AddressSpace.gmem, assumed_align=1)
+            bytes_[u] = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+
+    def scale_place(self, kind, scale):
+        """(address, bytes from row to row: static scales have one row)."""
+        return scale.iterator.toint(), 0 if kind.static else scale.shape[1]
 
     @cute.jit
     def load_piece(
@@ -197,7 +243,7 @@ class WeightGradient:
         source: cute.Tensor,
         scale: cute.Tensor,
         codes: cute.Tensor,
-        factors: cute.Tensor,
+        bytes_: cute.Tensor,
         u: cutlass.Constexpr,
         token: Int32,
         scale_row: Int32,
@@ -210,22 +256,22 @@ class WeightGradient:
             for n in cutlass.range_constexpr(4):
                 codes[4 * j + n, u] = part[n]
         if const_expr(kind.mx):
-            factors[u] = block_factor(scale, scale_row, column, kind.width, kind.static)
+            bytes_[u] = block_byte(scale, scale_row, column, kind.width, kind.static)
 
     @cute.jit
-    def convert(self, at, codes: cute.Tensor, factors: cute.Tensor, stage: Int32):
+    def convert(self, at, codes: cute.Tensor, bytes_: cute.Tensor, stage: Int32):
         """The pieces in registers to BF16 in shared memory."""
         spec = self.spec
         for u in cutlass.range_constexpr(self.units):
             block, row, piece = self.unit(at, u)
             words = cute.make_rmem_tensor(8, Int32)
             if const_expr(spec.dk.mx and spec.xn.mx):
-                self.decode(codes, factors, u, words)
+                self.decode(codes, bytes_, u, words)
             elif const_expr(not spec.dk.mx and not spec.xn.mx):
                 self.pass_on(codes, u, words)
             else:
                 if (block < self.left) == spec.dk.mx:
-                    self.decode(codes, factors, u, words)
+                    self.decode(codes, bytes_, u, words)
                 else:
                     self.pass_on(codes, u, words)
             # stages of [blocks, 64 tokens, 64 columns]; a row's 16-byte chunks are exchanged by its number
@@ -241,10 +287,11 @@ class WeightGradient:
                 cute.autovec_copy(half, cute.make_tensor(pointer, cute.make_layout(4)))
 
     @cute.jit
-    def decode(self, codes: cute.Tensor, factors: cute.Tensor, u: cutlass.Constexpr, words: cute.Tensor):
+    def decode(self, codes: cute.Tensor, bytes_: cute.Tensor, u: cutlass.Constexpr, words: cute.Tensor):
         """16 codes to BF16."""
+        factor = scale_of_byte(bytes_[u])
         for n in cutlass.range_constexpr(4):
-            words[2 * n], words[2 * n + 1] = codes_to_bf16(codes[n, u], factors[u])
+            words[2 * n], words[2 * n + 1] = codes_to_bf16(codes[n, u], factor)
 
     @cute.jit
     def pass_on(self, codes: cute.Tensor, u: cutlass.Constexpr, words: cute.Tensor):
