@@ -12,49 +12,16 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE
 from fused_ops.gemm_quantize.sm90_epilogue import finish
+from fused_ops.places import first_sequence, place
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import inverse_of_byte, scale_of_byte
-from lp_fa4.common.sequence import GROUP, find_sequence
+from lp_fa4.common.sequence import GROUP
 
 FIELDS = 5
 """int32 of an item in shared memory: first token, sequence's end, end of what is written, first row of scales, rows of scales."""
 
 TURN = 1  # first of two named barriers
 HALF = TILE // 2
-
-
-@cute.jit
-def place(spec: cutlass.Constexpr, offsets: cute.Tensor, tokens: Int32, tile: Int32, near: Int32):
-    """(first token, end, limit, row, region, sequence) of a tile: rows before ``end`` hold values, rows before ``limit`` are written;
-    ``row``: the tile's first row of scales, ``region``: how many rows from there on are its sequence's. ``near``: a sequence that is not
-    past the tile's, close before it: one load for up to 32 sequences on."""
-    if const_expr(spec.dense):
-        first = TILE * tile
-        return first, tokens, tokens, first // GROUP, cute.ceil_div(tokens, GROUP) - first // GROUP, Int32(0)
-    batch, lane = Int32(offsets.shape[0]) - 1, cute.arch.lane_idx()
-    hits, b, begin, end = Int32(32), near - 31, Int32(0), Int32(0)
-    while hits == 32:
-        b = b + 31
-        bound = Int32(offsets[cutlass.min(b + lane, batch)])
-        inside = (b + lane < batch) & (bound // TILE + b + lane <= tile)
-        hits = cute.arch.popc(cute.arch.vote_ballot_sync(inside))
-        begin = cute.arch.shuffle_sync(bound, cutlass.max(hits - 1, 0))
-        end = cute.arch.shuffle_sync(bound, cutlass.min(hits, 31))
-    b = b + hits - 1
-    first = TILE * (tile - (begin // TILE + b))
-    limit, grid_end = end, end // GROUP + b + 1
-    if b == batch - 1:
-        limit, grid_end = tokens, tokens // GROUP + batch  # slack past the last sequence: written, never read
-    row = begin // GROUP + b + first // GROUP
-    return begin + first, end, limit, row, grid_end - row, b
-
-
-@cute.jit
-def first_sequence(spec: cutlass.Constexpr, offsets: cute.Tensor, tile: Int32) -> Int32:
-    """Sequence of a CTA's first tile, by search."""
-    if const_expr(spec.dense):
-        return Int32(0)
-    return find_sequence(offsets, Int32(offsets.shape[0]) - 1, tile, TILE)
 
 
 @cute.jit
@@ -74,9 +41,9 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         for k in cutlass.range_constexpr(spec.steps):
             cute.copy(w_atom, w_source[None, k], w_target[None, k * spec.parts + p], tma_bar_ptr=bars.w_full)
     stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(1)
-    near = first_sequence(spec, t.offsets, t.first)
+    near = first_sequence(spec.dense, t.offsets, t.first)
     for tile in cutlass.range(t.first, t.tiles, t.step, unroll=1):
-        token, end, limit, row, region, near = place(spec, t.offsets, t.tokens, tile, near)
+        token, end, limit, row, region, near = place(spec.dense, t.offsets, t.tokens, tile, near)
         if (token < limit) | (region > 0):
             cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
             if const_expr(spec.x_tokens > 0):

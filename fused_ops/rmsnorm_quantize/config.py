@@ -33,6 +33,12 @@ TUNING = (
 """(columns up to, layout); a column of FP32 counts twice, and BF16 rows kept next to data-dependent blocks count as 128 more."""
 
 
+STAGED_CTAS = 2
+"""Persistent CTAs of the staged kernel on a multiprocessor."""
+STAGED_BYTES = 113 * 1024
+"""Shared memory of one of them."""
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """Compile key: nothing in it depends on data.
@@ -78,9 +84,21 @@ class NormSpec:
         return found if self.block_tokens != 128 else TUNING[-1][1]
 
     @property
+    def stages(self) -> int:
+        """Groups of 32 rows in flight in the staged kernel, up to 3; 0 where it does not serve: swizzled scales, blocks of 128 tokens, and
+        rows that leave no room for two."""
+        if self.block_tokens == 128 or self.sf_columns or self.sf_tokens or self.columns > 512 or self.columns % 32:
+            return 0
+        group = 32 * self.columns * (4 if self.dtype == "float32" else 2)
+        words = max(16 * self.columns if self.copy else 0, 8 * self.columns if self.centred else 0)  # codes, or column sums of 8 warps
+        fixed = 4 * (words + 5 * self.columns) + 2048
+        return min(3, max(STAGED_BYTES - fixed, 0) // group) if 2 * group <= STAGED_BYTES - fixed else 0
+
+    @property
     def lanes(self) -> int:
         """Threads that share a row: the most (long runs of one row) that leave at most an eighth of them idle, else the fewest idle."""
-        choice = [n for n in (32, 16, 8) if n >= self.tuning.threads // 32]  # a group has 32 rows for the CTA to share out
+        threads = 256 if self.stages else self.tuning.threads
+        choice = [n for n in (32, 16, 8) if n >= threads // 32]  # a group has 32 rows for the CTA to share out
         idle = {n: -(-self.chunks // n) * n for n in choice}
         return next((n for n in choice if 8 * idle[n] <= 9 * self.chunks), min(choice, key=lambda n: idle[n]))
 

@@ -58,6 +58,8 @@ def rmsnorm_quantize_op(
             x, weight, eps, offsets, shape, exponent, center, keep, axes, copy_heads
         )
     else:
+        if shape[0] == 0 and exponent is None:
+            exponent = norm_exponent(weight, shape[1], centred=center)
         out = reference.rmsnorm_quantize(x, weight, eps, offsets, shape, exponent, center, keep)
         codes, scale, rstd, mean, total, normed = out.xn.codes, out.xn.scale_bytes, out.rstd, out.mean, out.total, out.normed
         swizzled = [scatter_scales(scale, shape, x.shape[0], x.shape[1], offsets, axis) if axis in axes else None for axis in (0, 1)]
@@ -124,15 +126,15 @@ def _check(x: Tensor, weight: Tensor, eps: float, offsets: Tensor | None, block:
         )
 
 
-def _exponent(weight: Tensor, block: tuple[int, int], exponent: int | Tensor | None, centred: bool) -> Tensor | None:
+def _exponent(weight: Tensor, block: tuple[int, int], exponent: int | Tensor | None) -> Tensor | None:
     if block[0] != 0:
         if exponent is not None:
             raise ValueError(f"exponent is given but block is {block}; only a static block (0, D) takes one")
         return None
-    if exponent is None:
-        if weight.shape[0] % block[1]:
-            raise ValueError(f"block is {block} for {weight.shape[0]} columns; a static block must divide them")
-        return norm_exponent(weight, block[1], centred=centred)
+    if weight.shape[0] % block[1]:
+        raise ValueError(f"block is {block} for {weight.shape[0]} columns; a static block must divide them")
+    if exponent is None:  # the operator takes the bound's
+        return None
     return torch.as_tensor(exponent, device=weight.device)
 
 
@@ -164,7 +166,7 @@ def rmsnorm_quantize(
     """
     _check(x, weight, eps, offsets, block)
     codes, scale, rstd, *_ = rmsnorm_quantize_op(
-        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, False), False, False, None, backend
+        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent), False, False, None, backend
     )
     return MXTensor.from_bytes(codes, scale, block, offsets, 0 if offsets is not None else x.dim() - 2), rstd
 
@@ -178,7 +180,7 @@ def _centred(
     if copy_heads < 0 or (copy_heads and x.shape[1] % copy_heads):
         raise ValueError(f"copy_heads is {copy_heads} for {x.shape[1]} columns; it must divide them, or be 0 for no copy")
     codes, scale, rstd, mean, total, normed, first, second, copy = rmsnorm_quantize_op(
-        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent, True), True, keep, scale_axes, backend, copy_heads
+        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent), True, keep, scale_axes, backend, copy_heads
     )
     xn = MXTensor.from_bytes(codes, scale, block, offsets)
     if copy_heads:

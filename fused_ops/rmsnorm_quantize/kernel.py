@@ -4,7 +4,7 @@ Three kernels:
 
 * :class:`NormQuantize`: one CTA per 128-token tile (tile rule). It reads ``x``, writes codes, scales, ``rstd`` and, where asked, both
   swizzled scale layouts, BF16 of the normed rows and the tile's column sums. Every row, scale and atom is written, pads included.
-* :class:`SampledMean`: one CTA per sequence, before it: the FP32 mean of at most 64 normed rows.
+* ``vectors.SampledMean``: one CTA per sequence, before it: the FP32 mean of at most 64 normed rows.
 * ``sum_tiles`` (``lp_fa4.common.sequence_vectors``), after it: a sequence's sum over its tiles, in order.
 
 What the definition leaves open is the order of three FP32 sums, so ``rstd``, mean and total differ from the reference's in their last
@@ -20,78 +20,25 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass.cutlass_dsl import T
 from torch import Tensor
 
-from fused_ops.rmsnorm_quantize.config import MAX_COPIED, ROWS, NormSpec, unsupported
-from fused_ops.rmsnorm_quantize.reference import MEAN_ROWS
+from fused_ops.rmsnorm_quantize.arithmetic import load8, load8_float, mul, nan_unless_finite, prefetch, rsqrt, store, sub
+from fused_ops.rmsnorm_quantize.config import MAX_COPIED, ROWS, STAGED_CTAS, NormSpec, unsupported
+from fused_ops.rmsnorm_quantize.staged import StagedNorm
+from fused_ops.rmsnorm_quantize.vectors import bound_bytes, sampled_mean
 from fused_ops.scale_layout.kernel import WORDS, atom_source
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max
 from lp_fa4.common.sequence import find_sequence, region_groups
 from lp_fa4.common.sequence_vectors import sum_tiles
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import GROUP, scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm90.tile_transpose import shared_words, store_columns, word_index
 from lp_fa4.sm90.transpose import transposed_copy
 
-MEAN_THREADS = 256
 SHARED_PERCENT = 25
 """Share of a multiprocessor's L1 to set aside as shared memory: 3 CTAs of 16 KiB; the rest caches weights and means."""
-
-
-def mul(a, b):
-    """``a * b`` rounded by itself."""
-    return Float32(inline_ptx(T.f32(), [a, b], "mul.rn.f32 $0, $1, $2;", "=f,f,f"))
-
-
-def sub(a, b):
-    """``a - b`` rounded by itself."""
-    return Float32(inline_ptx(T.f32(), [a, b], "sub.rn.f32 $0, $1, $2;", "=f,f,f"))
-
-
-def rsqrt(x):
-    """``1 / sqrt(x)``, both steps rounded to nearest as on the CPU."""
-    return Float32(inline_ptx(T.f32(), [x], "{.reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s;}", "=f,f"))
-
-
-def nan_unless_finite(x):
-    """``x``, or NaN where ``x`` is infinite (``x * 0 + x``): a static block marks an overflow instead of saturating it."""
-    return Float32(inline_ptx(T.f32(), [x], "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f"))
-
-
-@cute.jit
-def load8(source: cute.Tensor, row, column: Int32, out: cute.Tensor):
-    """Eight elements of a row into registers of the same type, 16 bytes at a time; 64-bit offsets."""
-    pointer = source.iterator + cute.crd2idx((Int64(row), column), source.layout)
-    aligned = cute.make_ptr(source.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
-    cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(8)), out)
-
-
-@cute.jit
-def load8_float(source: cute.Tensor, row, column: Int32, out: cute.Tensor):
-    """The same, converted to FP32."""
-    raw = cute.make_rmem_tensor(8, source.element_type)
-    load8(source, row, column, raw)
-    for i in cutlass.range_constexpr(8):
-        out[i] = raw[i].to(Float32)
-
-
-@cute.jit
-def prefetch(source: cute.Tensor, row, columns: cutlass.Constexpr):
-    """Ask for a row, into L2."""
-    address = (source.iterator + cute.crd2idx((Int64(row), 0), source.layout)).toint()
-    count = Int32(columns * source.element_type.width // 8)
-    inline_ptx(None, [address, count], "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", side_effects=True)
-
-
-@cute.jit
-def store(values: cute.Tensor, target: cute.Tensor, row, column: Int32, align: cutlass.Constexpr):
-    """A thread's registers to consecutive bytes of a row of ``target``."""
-    pointer = target.iterator + cute.crd2idx((Int64(row), column), target.layout)
-    aligned = cute.make_ptr(values.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
-    cute.autovec_copy(values, cute.make_tensor(aligned, cute.make_layout(values.shape)))
 
 
 class NormQuantize:
@@ -502,61 +449,6 @@ class NormQuantize:
             self.normalise(raw, factors[row], gain, mean, values)
 
 
-class SampledMean:
-    """FP32 mean of ``n = min(64, K)`` normed rows ``start + i * K // n`` of each sequence, added in order; 0 for an empty one.
-
-    A warp per row for the factors, then threads own pairs of columns.
-    """
-
-    def __init__(self, columns: int):
-        self.columns = columns
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, weight: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, eps: Float32, stream):
-        batch = Int32(offsets.shape[0]) - 1
-        self.kernel(x, weight, offsets, out, eps).launch(grid=[batch, 1, 1], block=[MEAN_THREADS, 1, 1], stream=stream)
-
-    @cute.jit
-    def row_of(self, begin: Int32, length: Int32, i: Int32) -> Int32:
-        """Row of sample ``i``."""
-        count = cutlass.min(length, MEAN_ROWS)
-        return begin + Int32(Int64(i) * Int64(length) // Int64(count))
-
-    @cute.kernel
-    def kernel(self, x: cute.Tensor, weight: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, eps: Float32):
-        b, _, _ = cute.arch.block_idx()
-        tid, _, _ = cute.arch.thread_idx()
-        warp, lane = tid // 32, tid % 32
-        begin = Int32(offsets[b])
-        length = Int32(offsets[b + 1]) - begin
-        count = cutlass.min(length, MEAN_ROWS)
-        smem = cutlass.utils.SmemAllocator()
-        factors = smem.allocate_tensor(Float32, cute.make_layout(MEAN_ROWS), byte_alignment=16)
-        for i in cutlass.range(warp, count, MEAN_THREADS // 32):
-            row = self.row_of(begin, length, i)
-            total = Float32(0.0)
-            for chunk in cutlass.range(lane, self.columns // 8, 32):
-                values = cute.make_rmem_tensor(8, Float32)
-                load8_float(x, row, 8 * chunk, values)
-                for j in cutlass.range_constexpr(8):
-                    total = total + values[j] * values[j]
-            for j in cutlass.range_constexpr(5):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << j)
-            if lane == 0:
-                factors[i] = rsqrt(total / Float32(self.columns) + eps)
-        cute.arch.sync_threads()
-        for pair in cutlass.range(tid, self.columns // 2, MEAN_THREADS):
-            total = cute.make_rmem_tensor(2, Float32)
-            total.fill(0.0)
-            gain0, gain1 = weight[0, 2 * pair].to(Float32), weight[0, 2 * pair + 1].to(Float32)
-            for i in cutlass.range(count, unroll=8):
-                row = Int64(self.row_of(begin, length, i))
-                total[0] = total[0] + mul(mul(x[row, 2 * pair].to(Float32), factors[i]), gain0)
-                total[1] = total[1] + mul(mul(x[row, 2 * pair + 1].to(Float32), factors[i]), gain1)
-            out[Int64(b), 2 * pair] = total[0] / Float32(cutlass.max(count, 1))
-            out[Int64(b), 2 * pair + 1] = total[1] / Float32(cutlass.max(count, 1))
-
-
 def _offsets(dtype: str | None):
     return None if dtype is None else fake(dtype, (symbol(),), align=4 if dtype == "int32" else 8)
 
@@ -587,15 +479,24 @@ def _compile_norm_quantize(arch: str, offsets_dtype: str | None, spec: NormSpec)
 
 
 @kernel_cache
-def _compile_norm_mean(arch: str, offsets_dtype: str, dtype: str, weight_dtype: str, columns: int):
+def _compile_staged_norm(arch: str, offsets_dtype: str | None, spec: NormSpec):
+    columns, tokens = spec.columns, symbol()
     return build(
         arch,
-        SampledMean(columns),
-        fake(dtype, (symbol(), columns)),
-        fake(weight_dtype, (1, columns)),
+        StagedNorm(spec),
+        fake(spec.dtype, (tokens, columns)),
+        fake(spec.weight_dtype, (1, columns)),
         _offsets(offsets_dtype),
-        fake("float32", (symbol(), columns), compact=True),
+        fake("float32", (symbol(), columns), compact=True) if spec.centred else None,
+        fake("uint8", (1, spec.blocks), align=1, compact=True) if spec.static else None,
+        fake("uint8", (tokens, columns), compact=True),
+        None if spec.static else fake("uint8", (symbol(), spec.blocks), align=1, compact=True),
+        fake("float32", (tokens,), align=4),
+        fake("float32", (symbol(), columns), compact=True) if spec.centred else None,
+        fake("bfloat16", (tokens, columns), compact=True) if spec.keep else None,
+        fake("uint8", (columns // spec.copy, spec.copy, symbol(32)), compact=True) if spec.copy else None,
         Float32(0.0),
+        Int32(1),
     )
 
 
@@ -618,14 +519,6 @@ def aligned(x: Tensor) -> Tensor:
     if x.stride(-1) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:-1]) or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def sampled_mean(x: Tensor, weight: Tensor, eps: float, offsets: Tensor) -> Tensor:
-    """FP32 ``[B, C]`` of aligned ``x [T, C]`` and ``weight [1, C]``; see :class:`SampledMean`. ``B >= 1``."""
-    out = torch.empty(offsets.shape[0] - 1, x.shape[1], dtype=torch.float32, device=x.device)
-    compiled = _compile_norm_mean(arch_of(x.device), dtype_name(offsets), dtype_name(x), dtype_name(weight), x.shape[1])
-    launch(compiled, x.device, x, weight, offsets, out, eps)
-    return out
 
 
 def rmsnorm_quantize(
@@ -655,7 +548,9 @@ def rmsnorm_quantize(
     blocks, dense = columns // block[1], offsets is None
     sequences = 1 if offsets is None else offsets.shape[0] - 1
     rows = scale_rows(tokens, offsets)
-    given = static_bytes(exponent, blocks, x.device)[None] if exponent is not None else None
+    given = None
+    if block[0] == 0:
+        given = bound_bytes(weight, block[1], center) if exponent is None else static_bytes(exponent, blocks, x.device)[None]
     token_tiles, column_tiles = sf_tiles(tokens, offsets), -(-columns // ROWS)
     atoms = (
         empty((column_tiles, token_tiles, 32, 4, 4), dtype=torch.uint8) if 0 in scale_axes else None,
@@ -663,7 +558,7 @@ def rmsnorm_quantize(
     )
     made = KernelOutput(
         empty(x.shape, dtype=torch.uint8),
-        empty((*lead, rows, blocks), dtype=torch.uint8) if given is None else given.expand(*lead, 1, blocks).clone(),
+        empty((*lead, rows, blocks), dtype=torch.uint8) if given is None else given.expand(*lead, 1, blocks).contiguous(),
         empty((*lead, tokens), dtype=torch.float32),
         empty((sequences, columns), dtype=torch.float32) if center else None,
         empty((sequences, columns), dtype=torch.float32) if center else None,
@@ -688,36 +583,33 @@ def rmsnorm_quantize(
                 tensor.zero_()
         return made
     flat, gain = aligned(x.reshape(-1, columns)), aligned(weight.reshape(1, columns))
-    mean, parts, bounds = None, None, offsets
-    if center:
-        bounds = torch.arange(0, 2 * tokens, tokens, device=x.device) if offsets is None else offsets
-        mean = sampled_mean(flat, gain, eps, bounds)
-        parts = empty((token_tiles, columns), dtype=torch.float32)
     spec = NormSpec(
         columns, dtype_name(x), dtype_name(weight), *block, dense=dense, centred=center, keep=keep,
         sf_columns=1 in scale_axes, sf_tokens=0 in scale_axes, copy=head_dim if copied else 0,
     )  # fmt: skip
-    compiled = _compile_norm_quantize(arch_of(x.device), None if offsets is None else dtype_name(offsets), spec)
-    words = [None if a is None else a.view(torch.int32).reshape(a.shape[0], a.shape[1], WORDS) for a in atoms]
-    launch(
-        compiled,
-        x.device,
-        flat,
-        gain,
-        offsets,
-        mean,
-        given,
+    staged = spec.stages > 0 and (not dense or flat.shape[0] == tokens)
+    mean, scaled, parts, bounds = None, None, None, offsets
+    if center:
+        bounds = torch.arange(0, 2 * tokens, tokens, device=x.device) if offsets is None else offsets
+        mean, scaled = sampled_mean(flat, gain, eps, bounds, given if staged else None)
+        parts = empty((token_tiles, columns), dtype=torch.float32)
+        made = made._replace(mean=mean)
+    arch, kind = arch_of(x.device), None if offsets is None else dtype_name(offsets)
+    outputs = (
         made.codes.view(-1, columns),
         made.scales.view(-1, blocks) if given is None else None,
         made.rstd.view(-1),
         parts,
         made.normed.view(-1, columns) if made.normed is not None else None,
-        words[1],
-        words[0],
-        made.copy,
-        tokens,
-        eps,
     )
+    if staged:
+        ctas = min(STAGED_CTAS * multiprocessors(x.device), token_tiles)
+        compiled = _compile_staged_norm(arch, kind, spec)
+        launch(compiled, x.device, flat, gain, offsets, scaled, given, *outputs, made.copy, eps, ctas)
+    else:
+        words = [None if a is None else a.view(torch.int32).reshape(a.shape[0], a.shape[1], WORDS) for a in atoms]
+        compiled = _compile_norm_quantize(arch, kind, spec)
+        launch(compiled, x.device, flat, gain, offsets, mean, given, *outputs, words[1], words[0], made.copy, tokens, eps)
     if copy_heads and not copied:
         starts = torch.arange(0, 2 * tokens, tokens, device=x.device) if offsets is None else offsets
         made = made._replace(copy=transposed_copy(made.codes.unflatten(1, (copy_heads, head_dim)), starts, "accumulator"))
@@ -725,4 +617,4 @@ def rmsnorm_quantize(
         return made
     width = next(n for n in (128, 64, 32) if columns % n == 0)  # a CTA sums so many columns of a sequence
     total = sum_tiles(parts.unflatten(1, (columns // width, width)), bounds)
-    return made._replace(mean=mean, total=total.flatten(1))
+    return made._replace(total=total.flatten(1))

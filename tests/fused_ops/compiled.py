@@ -48,16 +48,19 @@ def main(arch: str, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder)
         from fused_ops.rmsnorm_quantize.config import NormSpec
-        from fused_ops.rmsnorm_quantize.kernel import _compile_norm_mean, _compile_norm_quantize
+        from fused_ops.rmsnorm_quantize.kernel import _compile_norm_quantize, _compile_staged_norm
+        from fused_ops.rmsnorm_quantize.vectors import _compile_norm_bound, _compile_norm_mean
         from fused_ops.scale_layout.kernel import ScatterSpec, _compile_gather_scales, _compile_scatter_scales
         from tests.sm100.compiled import _run, _tool, inspect
 
         def compile_norm(name):
             spec = NormSpec(**NORMS[name])
-            _compile_norm_quantize(arch, None if spec.dense else "int32", spec)
+            (_compile_staged_norm if spec.stages else _compile_norm_quantize)(arch, None if spec.dense else "int32", spec)
 
         variants = {name: lambda name=name: compile_norm(name) for name in NORMS}
-        variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384)
+        variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384, 128)
+        variants["mean of wide rows"] = lambda: _compile_norm_mean(arch, "int32", "bfloat16", "float32", 4096)
+        variants["bound"] = lambda: _compile_norm_bound(arch, "float32", 384, 128)
         if arch == "sm_90a":
             from fused_ops.gemm_quantize.config import GemmSpec
             from fused_ops.gemm_quantize.sm90 import _compile_gemm_quantize

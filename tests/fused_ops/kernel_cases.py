@@ -207,9 +207,11 @@ def norm(
     bad: list[int] | None = None,
     strided: bool = False,
     copy_heads: int = 0,
+    bound: bool = False,
     seed: int = 0,
 ) -> Case:
-    """``lengths`` None: dense ``shape``. ``capacity``: NaN rows past the end. ``bad``: rows with a NaN, an infinity and minus infinity."""
+    """``bound``: the exponents are the kernel's own. ``lengths`` None: dense ``shape``. ``capacity``: NaN rows past the end. ``bad``: rows
+    with a NaN, an infinity and minus infinity."""
     poison()
     kind = getattr(torch, dtype)
     offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
@@ -229,9 +231,9 @@ def norm(
     )
     width = (block[0], block[1])
     exponent = norm_exponent(weight, width[1], centred=center) if width[0] == 0 else None
-    if exponent is not None:
+    if exponent is not None and not bound:
         exponent[:1] -= 12  # too small on purpose: large values saturate
-    given = (x, weight, EPS, offsets, width, exponent, center, keep)
+    given = (x, weight, EPS, offsets, width, None if bound else exponent, center, keep)
 
     def call() -> KernelOutput:
         with host(arch):

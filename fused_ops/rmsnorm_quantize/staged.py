@@ -1,0 +1,446 @@
+"""RMSNorm + quantize with the loads decoupled: persistent CTAs, one warp that keeps rows coming, eight that compute.
+
+The same operation and the same bytes as ``kernel.NormQuantize``, for rows whose groups of 32 fit shared memory several times
+(``NormSpec.stages``). The loading warp finds the places of the CTA's tiles and copies groups of 32 rows (one bulk copy a row, a lane each;
+one for all where they lie together) and the sequence's mean into rings of stages; so memory is busy whatever the others do.
+
+Static blocks need no maximum: there the inverse of the given exponent, a power of two, is folded into the weight and the mean, which
+changes no rounding (but that of numbers under 2^-126), and a value is ``(x * rstd) * weight' - mean'`` and its conversion. A weight of
+2^120 or more counts as not finite there.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
+
+from fused_ops.places import bulk_copy, first_sequence, place
+from fused_ops.rmsnorm_quantize.arithmetic import mul, rsqrt, store, sub
+from fused_ops.rmsnorm_quantize.config import ROWS, NormSpec
+from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, scale_of_byte, transpose4x4
+from lp_fa4.mx import GROUP
+from lp_fa4.sm90.tile_transpose import ORDERS, store16
+
+COMPUTE = 256
+THREADS = COMPUTE + 32
+WARPS = COMPUTE // 32
+ITEMS = 4
+FIELDS = 6
+"""int32 of an item: first token, end, limit, row, region, tile."""
+MEET = 1
+"""Named barrier of the computing warps."""
+COPIED = 64
+"""Rows whose codes wait in shared memory for the copy with tokens innermost: two groups."""
+
+
+class StagedNorm:
+    """See the module's docstring; thread layout: ``config.NormSpec``."""
+
+    def __init__(self, spec: NormSpec):
+        self.spec, self.stages = spec, spec.stages
+        self.row_step = COMPUTE // spec.lanes
+        self.passes = GROUP * spec.lanes // COMPUTE
+        self.element = 4 if spec.dtype == "float32" else 2
+        self.row_bytes = spec.columns * self.element
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        offsets: cute.Tensor,
+        means: cute.Tensor,
+        given: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        rstd: cute.Tensor,
+        sums: cute.Tensor,
+        normed: cute.Tensor,
+        copy: cute.Tensor,
+        eps: Float32,
+        ctas: Int32,
+        stream,
+    ):
+        tokens = Int32(x.shape[0])
+        tiles = cute.ceil_div(tokens, ROWS)
+        if const_expr(not self.spec.dense):
+            tiles = tokens // ROWS + Int32(offsets.shape[0]) - 1
+        self.kernel(x, weight, offsets, means, given, codes, scales, rstd, sums, normed, copy, eps, tokens, tiles).launch(
+            grid=[ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,  # left open, the compiler would ask a device for its size
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        offsets: cute.Tensor,
+        means: cute.Tensor,
+        given: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        rstd: cute.Tensor,
+        sums: cute.Tensor,
+        normed: cute.Tensor,
+        copy: cute.Tensor,
+        eps: Float32,
+        tokens: Int32,
+        tiles: Int32,
+    ):
+        spec, stages, columns = self.spec, self.stages, self.spec.columns
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        # Codes for the copy and the warps' column sums are never alive together.
+        shared_words = max(COPIED * columns // 4 if spec.copy else 0, WARPS * columns if spec.centred else 0, 4)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 2 * stages + 2 * ITEMS]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * ITEMS], 16]
+            maxima: cute.struct.Align[cute.struct.MemRange[Int32, 3 * spec.blocks], 16]
+            gain: cute.struct.Align[cute.struct.MemRange[Float32, columns], 128]
+            mean: cute.struct.Align[cute.struct.MemRange[Float32, ITEMS * columns if spec.centred else 4], 128]
+            words: cute.struct.Align[cute.struct.MemRange[Uint32, shared_words], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[x.element_type, stages * GROUP * columns], 128]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        base = storage.barriers.data_ptr()
+        bars = Bundle(full=base, empty=base + stages, item_full=base + 2 * stages, item_empty=base + 2 * stages + ITEMS)
+        s = Bundle(
+            item=storage.item.get_tensor(cute.make_layout((FIELDS, ITEMS))),
+            maxima=storage.maxima.get_tensor(cute.make_layout((spec.blocks, 3))),
+            gain=storage.gain.get_tensor(cute.make_layout(columns)),
+            mean=storage.mean.data_ptr(),
+            words=storage.words.data_ptr(),
+            rows=storage.rows.data_ptr(),
+        )
+        io = Bundle(
+            x=x, offsets=offsets, means=means, given=given, codes=codes, scales=scales, rstd=rstd, sums=sums, normed=normed, copy=copy,
+            tokens=tokens, tiles=tiles, first=cute.arch.block_idx()[0], step=cute.arch.grid_dim()[0], eps=eps,
+        )  # fmt: skip
+        if warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(stages):
+                    cute.arch.mbarrier_init(bars.full + i, 1)
+                    cute.arch.mbarrier_init(bars.empty + i, WARPS)
+                for i in cutlass.range_constexpr(ITEMS):
+                    cute.arch.mbarrier_init(bars.item_full + i, 1)
+                    cute.arch.mbarrier_init(bars.item_empty + i, WARPS)
+            cute.arch.mbarrier_init_fence()
+        gain, maxima = s.gain, s.maxima
+        for i in cutlass.range(tid, columns, THREADS, unroll=1):
+            value = weight[0, i].to(Float32)
+            if const_expr(spec.static):
+                value = value * inverse_of_byte(Int32(given[0, i // spec.width])) if cute.math.absf(value) < 2.0**120 else Float32.nan
+            gain[i] = value
+        if const_expr(not spec.static):
+            for i in cutlass.range(tid, 3 * spec.blocks, THREADS, unroll=1):
+                maxima[i % spec.blocks, i // spec.blocks] = 0
+        cute.arch.sync_threads()
+        if warp == WARPS:
+            self.load(io, s, bars)
+        else:
+            self.compute(io, s, bars)
+
+    @cute.jit
+    def load(self, io, s, bars):
+        """The loading warp."""
+        spec, item = self.spec, s.item
+        lane = cute.arch.lane_idx()
+        rows, mean = Int32(s.rows.toint()), Int32(s.mean.toint())
+        row_step = Int64(io.x.stride[0]) * self.element
+        stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(1)
+        near = first_sequence(spec.dense, io.offsets, io.first)
+        for tile in cutlass.range(io.first, io.tiles, io.step, unroll=1):
+            token, end, limit, row, region, near = place(spec.dense, io.offsets, io.tokens, tile, near)
+            cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+            item_full, source = (bars.item_full + slot).toint(), Int64(0)
+            if const_expr(spec.centred):
+                source = (io.means.iterator + cute.crd2idx((Int64(near), 0), io.means.layout)).toint()
+            with cute.arch.elect_one():
+                for i, value in enumerate((token, end, limit, row, region, tile)):
+                    item[i, slot] = value
+                if const_expr(spec.centred):
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.item_full + slot, 4 * spec.columns)
+                    bulk_copy(mean + slot * (4 * spec.columns), source, 4 * spec.columns, item_full)
+                else:
+                    cute.arch.mbarrier_arrive(bars.item_full + slot)
+            slot = slot + 1
+            if slot == ITEMS:
+                slot, slot_phase = Int32(0), slot_phase ^ 1
+            count = self.groups(token, limit, region)
+            for group in cutlass.range(count, unroll=1):
+                valid = cutlass.max(cutlass.min(end - token - GROUP * group, GROUP), 0)
+                cute.arch.mbarrier_wait(bars.empty + stage, phase)
+                full = (bars.full + stage).toint()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, valid * self.row_bytes)
+                cute.arch.sync_warp()
+                source = (io.x.iterator + cute.crd2idx((Int64(token) + GROUP * group + lane, 0), io.x.layout)).toint()
+                target = rows + (stage * GROUP + lane) * self.row_bytes
+                if (valid == GROUP) & (row_step == self.row_bytes):
+                    if lane == 0:
+                        bulk_copy(target, source, GROUP * self.row_bytes, full)
+                else:
+                    if lane < valid:
+                        bulk_copy(target, source, self.row_bytes, full)
+                stage = stage + 1
+                if stage == self.stages:
+                    stage, phase = Int32(0), phase ^ 1
+
+    @cute.jit
+    def groups(self, token: Int32, limit: Int32, region: Int32) -> Int32:
+        """Groups of a tile that something is written for."""
+        return cutlass.min(cutlass.max(cute.ceil_div(limit - token, GROUP), cutlass.max(region, 0)), ROWS // GROUP)
+
+    @cute.jit
+    def compute(self, io, s, bars):
+        """A computing warp's share of every group."""
+        spec, item = self.spec, s.item
+        tid, _, _ = cute.arch.thread_idx()
+        lane, row0 = tid % spec.lanes, tid // spec.lanes
+        stage, phase, slot, slot_phase, turn = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        for tile in cutlass.range(io.first, io.tiles, io.step, unroll=1):
+            cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+            token, end, limit = item[0, slot], item[1, slot], item[2, slot]
+            at = Bundle(token=token, end=end, limit=limit, row=item[3, slot], region=item[4, slot], tile=tile, slot=slot)
+            totals = cute.make_rmem_tensor((8, spec.slabs), Float32)
+            totals.fill(0.0)
+            count = self.groups(token, limit, at.region)
+            for group in cutlass.range(count, unroll=1):
+                cute.arch.mbarrier_wait(bars.full + stage, phase)
+                self.group_of(io, s, bars, at, group, stage, turn, lane, row0, totals)
+                if const_expr(spec.copy):  # noqa: SIM102 - one is decided at compile time
+                    if (group % 2 == 1) | (group == count - 1):
+                        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+                        self.store_copy(io, s, at, group // 2)
+                        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+                stage = stage + 1
+                if stage == self.stages:
+                    stage, phase = Int32(0), phase ^ 1
+                turn = turn + 1
+                if turn == 3:
+                    turn = Int32(0)
+            if const_expr(spec.centred):
+                self.column_sums(io, s, at, lane, totals)
+                cute.arch.fence_view_async_shared()  # the mean is read, and may be overwritten
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars.item_empty + slot)
+            slot = slot + 1
+            if slot == ITEMS:
+                slot, slot_phase = Int32(0), slot_phase ^ 1
+
+    @cute.jit
+    def group_of(self, io, s, bars, at, group: Int32, stage: Int32, turn: Int32, lane, row0, totals: cute.Tensor):
+        """Rows of one group: factors, values, codes."""
+        spec, passes, slabs, rstd = self.spec, self.passes, self.spec.slabs, io.rstd
+        together = min(passes, 2) if const_expr(spec.static) else passes
+        for first in cutlass.range_constexpr(0, passes, together):
+            values = cute.make_rmem_tensor((8, slabs, together), Float32)
+            inside, factor = [], []
+            for p in cutlass.range_constexpr(together):
+                row = row0 + (first + p) * self.row_step
+                inside.append(at.token + GROUP * group + row < at.end)
+                self.read(io, s, stage, row, lane, inside[p], values[None, None, p])
+            if const_expr(first + together == passes):
+                # x is in registers: its place may be filled again. Its maximum and codes need nothing of it.
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.empty + stage)
+            for p in cutlass.range_constexpr(together):
+                total = Float32(0.0)
+                for k in cutlass.range_constexpr(slabs):
+                    for i in cutlass.range_constexpr(8):
+                        total = total + values[i, k, p] * values[i, k, p]
+                factor.append(self.row_rstd(total, io.eps))
+                token = at.token + GROUP * group + row0 + (first + p) * self.row_step
+                if (lane == 0) & (token < at.limit):
+                    rstd[Int64(token)] = factor[p] if inside[p] else Float32(0.0)
+            for k in cutlass.range_constexpr(slabs):
+                chunk = lane + k * spec.lanes
+                if chunk < spec.chunks:
+                    self.normalise(s, at, k, 8 * chunk, factor, values)
+                    if const_expr(spec.centred):
+                        for p in cutlass.range_constexpr(together):
+                            if inside[p]:
+                                for i in cutlass.range_constexpr(8):
+                                    totals[i, k] = totals[i, k] + values[i, k, p]
+                    if const_expr(spec.static):
+                        for p in cutlass.range_constexpr(together):
+                            row = GROUP * group + row0 + (first + p) * self.row_step
+                            self.emit(io, s, at, values[None, k, p], inside[p], Int32(0), row, 8 * chunk)
+                if const_expr(not spec.static):
+                    self.contribute(s, values, inside, k, chunk, turn)
+            if const_expr(not spec.static):
+                self.emit_blocks(io, s, at, group, turn, lane, row0, inside, values)
+
+    @cute.jit
+    def read(self, io, s, stage: Int32, row, lane, inside, values: cute.Tensor):
+        """A row's chunks from shared memory, as FP32; 0 where there is no row."""
+        spec = self.spec
+        kind, rows = io.x.element_type, s.rows.toint()
+        for k in cutlass.range_constexpr(spec.slabs):
+            raw = cute.make_rmem_tensor(8, kind)
+            raw.fill(0)
+            chunk = lane + k * spec.lanes
+            if inside & (chunk < spec.chunks):
+                place_ = rows + ((stage * GROUP + row) * spec.columns + 8 * chunk) * self.element
+                source = cute.make_ptr(kind, place_, cute.AddressSpace.smem, assumed_align=16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), raw)
+            for i in cutlass.range_constexpr(8):
+                values[i, k] = raw[i].to(Float32)
+
+    @cute.jit
+    def row_rstd(self, total: Float32, eps: Float32) -> Float32:
+        """``rstd`` of a row in all of its threads, from each one's sum of squares."""
+        for i in cutlass.range_constexpr(self.spec.lanes.bit_length() - 1):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+        return rsqrt(total / Float32(self.spec.columns) + eps)
+
+    @cute.jit
+    def normalise(self, s, at, k: cutlass.Constexpr, column: Int32, factor, values: cute.Tensor):
+        """``x * rstd * weight - mean`` of slab ``k`` in place, each step rounded as the definition has it."""
+        gain, mean = (cute.make_rmem_tensor(8, Float32) for _ in range(2))
+        self.vector(s.gain.iterator.toint() + 4 * column, gain)
+        if const_expr(self.spec.centred):
+            self.vector(s.mean.toint() + 4 * (at.slot * self.spec.columns + column), mean)
+        for p in cutlass.range_constexpr(len(factor)):
+            for i in cutlass.range_constexpr(8):
+                value = mul(mul(values[i, k, p], factor[p]), gain[i])
+                values[i, k, p] = sub(value, mean[i]) if const_expr(self.spec.centred) else value
+
+    @cute.jit
+    def vector(self, address, out: cute.Tensor):
+        """Eight FP32 of shared memory."""
+        source = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), out)
+
+    @cute.jit
+    def contribute(self, s, values: cute.Tensor, inside, k: cutlass.Constexpr, chunk: Int32, turn: Int32):
+        """A slab's largest magnitude bits into its block's. Four lanes hold a run of 32 columns, which no block divides; lanes
+        ``spec.lanes`` apart hold other rows of it."""
+        spec, maxima = self.spec, s.maxima
+        top = Int32(0)
+        for p in cutlass.range_constexpr(len(inside)):
+            of_row = Int32(0)
+            for i in cutlass.range_constexpr(8):
+                of_row = magnitude_max(of_row, values[i, k, p])
+            top = cutlass.max(top, of_row if inside[p] else Int32(0))
+        for i in cutlass.range_constexpr(5):
+            if const_expr(1 << i < 4 or 1 << i >= spec.lanes):
+                top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+        lane = cute.arch.lane_idx()
+        if (lane < spec.lanes) & (lane % 4 == 0) & (chunk < spec.chunks):
+            cute.arch.atomic_max(maxima.iterator + cute.crd2idx((8 * chunk // spec.width, turn), maxima.layout), top)
+
+    @cute.jit
+    def emit_blocks(self, io, s, at, group: Int32, turn: Int32, lane, row0, inside, values: cute.Tensor):
+        """Codes and scales of a group, once all warps have contributed. Three sets of maxima: one is read, the next may already be
+        written, the one after is cleared; so one barrier a group is enough."""
+        spec, maxima, scales = self.spec, s.maxima, io.scales
+        tid, _, _ = cute.arch.thread_idx()
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+        cleared = turn + 2
+        if cleared >= 3:
+            cleared = cleared - 3
+        for i in cutlass.range(tid, spec.blocks, COMPUTE, unroll=1):
+            maxima[i, cleared] = 0
+            if group < at.region:
+                scales[Int64(at.row + group), i] = Uint8(byte_of_amax_bits(maxima[i, turn]))
+        for k in cutlass.range_constexpr(spec.slabs):
+            chunk = lane + k * spec.lanes
+            if chunk < spec.chunks:
+                byte = byte_of_amax_bits(maxima[8 * chunk // spec.width, turn])
+                for p in cutlass.range_constexpr(len(inside)):
+                    row = GROUP * group + row0 + p * self.row_step
+                    self.emit(io, s, at, values[None, k, p], inside[p], byte, row, 8 * chunk)
+
+    @cute.jit
+    def emit(self, io, s, at, values: cute.Tensor, inside, byte: Int32, row: Int32, column: Int32):
+        """Quantize a chunk of the tile's row ``row`` and store it if the row is to be written; 0 where it is not ``inside``."""
+        spec, given = self.spec, io.given
+        words = cute.make_rmem_tensor(2, Uint32)
+        for w in cutlass.range_constexpr(2):
+            if const_expr(spec.static):
+                word = e4m3x4(*[values[4 * w + i] for i in range(4)])
+                words[w] = Uint32(word if inside else Int32(0))
+            else:
+                inverse = inverse_of_byte(byte)
+                word = e4m3x4(*[mul(values[4 * w + i], inverse) for i in range(4)])
+                words[w] = Uint32(word if inside & (byte != 255) else Int32(0))
+        if at.token + row < at.limit:
+            store(words, io.codes, at.token + row, column, 8)
+            if const_expr(spec.keep):
+                factor = scale_of_byte(Int32(given[0, column // spec.width])) if const_expr(spec.static) else Float32(1.0)
+                rounded = cute.make_rmem_tensor(8, BFloat16)
+                for i in cutlass.range_constexpr(8):
+                    rounded[i] = (values[i] * factor if inside else Float32(0.0)).to(BFloat16)
+                store(rounded, io.normed, at.token + row, column, 16)
+        if const_expr(spec.copy):
+            local = row % COPIED
+            cell = s.words + self.code_word(local, column // 16) + column // 8 % 2 * 2
+            pair = cute.make_ptr(Uint32, cell.toint(), cute.AddressSpace.smem, assumed_align=8)
+            cute.autovec_copy(words, cute.make_tensor(pair, cute.make_layout(2)))
+
+    def code_word(self, row, chunk):
+        """First word of a row's 16-byte chunk of codes: chunks are exchanged by run of 16 rows, so that runs lie in other banks."""
+        return row * (self.spec.columns // 4) + 4 * (chunk ^ (2 * (row // 16)))
+
+    @cute.jit
+    def store_copy(self, io, s, at, half: Int32):
+        """Codes of two groups with tokens innermost: a thread takes four columns of a run of 16 tokens."""
+        spec, staged = self.spec, s.words
+        tid, _, _ = cute.arch.thread_idx()
+        position = GROUP * at.row if const_expr(not spec.dense) else at.token
+        order = ORDERS["accumulator"]
+        runs = COPIED // 16
+        limit = GROUP * at.region - COPIED * half
+        for unit in cutlass.range(tid, spec.columns // 4 * runs, COMPUTE, unroll=1):
+            run, quad = unit % runs, unit // runs
+            if 16 * run < limit:
+                words = cute.make_rmem_tensor((4, 4), Uint32)
+                for i in cutlass.range_constexpr(4):
+                    found = []
+                    for j in cutlass.range_constexpr(4):
+                        row = 16 * run + order[4 * i + j]
+                        cell = cute.make_tensor(staged + self.code_word(row, quad // 4) + quad % 4, cute.make_layout(1))
+                        found.append(Int32(cell[0]))
+                    turned = transpose4x4(*found)
+                    for d in cutlass.range_constexpr(4):
+                        words[i, d] = Uint32(turned[d])
+                for d in cutlass.range_constexpr(4):
+                    column = 4 * quad + d
+                    store16(io.copy, (column // spec.copy, column % spec.copy, position + COPIED * half + 16 * run), words[None, d])
+
+    @cute.jit
+    def column_sums(self, io, s, at, lane, totals: cute.Tensor):
+        """The tile's column sums: over a warp's rows by butterfly, then over the warps, in order."""
+        spec, columns, given, sums = self.spec, self.spec.columns, io.given, io.sums
+        tid, _, _ = cute.arch.thread_idx()
+        parts = cute.make_tensor(cute.recast_ptr(s.words, dtype=Float32), cute.make_layout((columns, WARPS)))
+        for k in cutlass.range_constexpr(spec.slabs):
+            for i in cutlass.range_constexpr(8):
+                total = totals[i, k]
+                for j in cutlass.range_constexpr(5):
+                    if const_expr(1 << j >= spec.lanes):
+                        total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << j)
+                totals[i, k] = total
+            column = 8 * (lane + k * spec.lanes)
+            if (tid % 32 < spec.lanes) & (column < columns):
+                for i in cutlass.range_constexpr(8):
+                    parts[column + i, tid // 32] = totals[i, k]
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+        for column in cutlass.range(tid, columns, COMPUTE, unroll=1):
+            total = parts[column, 0]
+            for w in cutlass.range_constexpr(1, WARPS):
+                total = total + parts[column, w]
+            if const_expr(spec.static):
+                total = total * scale_of_byte(Int32(given[0, column // spec.width]))
+            sums[Int64(at.tile), column] = total
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
