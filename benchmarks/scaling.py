@@ -91,21 +91,8 @@ def _measure(config: ModuleConfig, device: torch.device, rank: int, model: nn.Mo
     return found
 
 
-def _worker(rank: int, config: ModuleConfig, kind: str, rendezvous: str, out: str) -> None:
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    options: dict[str, Any] = {"device_id": device} if kind == "cuda" else {}
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=config.world_size,
-        timeout=datetime.timedelta(seconds=180),
-        **options,
-    )
+def measure(config: ModuleConfig, rank: int, device: torch.device) -> list[dict[str, Any]]:
+    """Every row, in a process group of ``config.world_size`` ranks that all call this; empty on all but rank 0."""
     rows: list[dict[str, Any]] = []
     models = {name: make_module(config, name, device) for name in config.precisions}
     for index, shape in enumerate(shapes_of(config)):
@@ -122,6 +109,25 @@ def _worker(rank: int, config: ModuleConfig, kind: str, rendezvous: str, out: st
                     say(f"{shape.name}{', balanced' if balanced else ''}, {name}: {speed:.3f}x on {config.world_size}")
                     rows.append(row)
             del batch
+    return rows
+
+
+def _worker(rank: int, config: ModuleConfig, kind: str, rendezvous: str, out: str) -> None:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    options: dict[str, Any] = {"device_id": device} if kind == "cuda" else {}
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=config.world_size,
+        timeout=datetime.timedelta(seconds=180),
+        **options,
+    )
+    rows = measure(config, rank, device)
     dist.barrier()
     if rank == 0:
         path = Path(out)

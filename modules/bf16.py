@@ -132,6 +132,8 @@ fa4_attention.register_autograd(_fa4_backward, setup_context=_fa4_setup)
 
 def _attend_fa4(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     batch, queries = offsets.shape[0] - 1, q.shape[0]
+    if batch == 0 or k.shape[0] == 0:  # nothing to launch on: zeros that stay attached to every input
+        return q.new_zeros(batch, *q.shape) + 0 * (q.sum() + k.sum() + v.sum())
     rows = q.expand(batch, *q.shape).reshape(batch * queries, *q.shape[1:])
     # Eager calls go to the public function itself: its backward has what its forward saved.
     attend = fa4_attention if torch.compiler.is_compiling() else _fa4_rows

@@ -24,10 +24,13 @@ import torch.multiprocessing as mp
 
 from tests.distributed.cases import CASES, Context, checkpoint
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "cpu": dict(dim=64, heads=2, seeds=3, scale=1, steps=30),
-    "cuda": dict(dim=256, heads=2, seeds=64, scale=8, steps=200),
+    "cuda": dict(dim=384, heads=3, seeds=512, scale=8, steps=200, dtype=torch.bfloat16),
 }
+SCALING = "configs/module_scaling.yaml"
+WAIT = "DISTRIBUTED_WAIT"
+"""Environment: a file whose existence lets ``scaling`` begin, for when something else uses the machine meanwhile."""
 
 
 def join(rank: int, world: int, kind: str, folder: Path, number: int) -> None:
@@ -68,11 +71,16 @@ def worker(rank: int, world: int, kind: str, folder: Path, names: list[str]) -> 
         join(rank, size, kind, folder, number)
         return dataclasses.replace(context, world=size)
 
+    def one(name: str) -> dict[str, Any]:
+        if name == "checkpoint":
+            return checkpoint(context, new_world)
+        return scaling(context) if name == "scaling" else CASES[name](context)
+
     for name in names:
         (folder / f"at{rank}").write_text(name)
         begin = time.perf_counter()
         try:
-            figures: dict[str, Any] = checkpoint(context, new_world) if name == "checkpoint" else CASES[name](context)
+            figures = one(name)
         except BaseException:
             (folder / f"error{rank}").write_text(f"{name}, rank {rank}:\n{traceback.format_exc()}")
             os._exit(1)
@@ -89,8 +97,25 @@ def worker(rank: int, world: int, kind: str, folder: Path, names: list[str]) -> 
     os._exit(0)  # without the interpreter's teardown, in which a thread of TorchRec's libraries aborts the process now and then
 
 
-def run(kind: str, world: int, names: list[str], seconds: float) -> dict[str, Any]:
-    """Figures of every case. Raises ``AssertionError`` with a rank's traceback, or the case at which ranks hang."""
+def scaling(context: Context) -> dict[str, Any]:
+    """Weak scaling of the module's step, as ``python -m benchmarks module --world-size N`` measures it."""
+    from benchmarks.config import load
+    from benchmarks.module import ModuleConfig
+    from benchmarks.scaling import measure, report
+
+    while (gate := os.environ.get(WAIT)) and not Path(gate).exists():
+        time.sleep(0.2)
+    small = [] if context.device.type == "cuda" else ["dim=64", "heads=2", "seeds=3", "batch=4", "keys=[40]", "warmup=1", "rounds=2"]
+    config = load(ModuleConfig, SCALING, [f"world_size={context.world}", f"device={context.device.type}", *small])
+    rows = measure(config, context.rank, context.device)
+    if context.rank == 0:
+        print(report(config, rows), file=sys.stderr, flush=True)
+    return {"rows": rows}
+
+
+def run(kind: str, world: int, names: list[str], seconds: float, done: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Figures of every case. Raises ``AssertionError`` with a rank's traceback, or the case at which ranks hang; ``done`` then holds the
+    figures of the cases before it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         running = mp.spawn(worker, (world, kind, folder, names), nprocs=world, join=False)
@@ -106,7 +131,10 @@ def run(kind: str, world: int, names: list[str], seconds: float) -> dict[str, An
             for process in running.processes:
                 if process.is_alive():
                     process.kill()
-        return {name: json.loads((folder / f"figures-{name}").read_text()) for name in names}
+            figures = {n: json.loads((folder / f"figures-{n}").read_text()) for n in names if (folder / f"figures-{n}").exists()}
+            if done is not None:
+                done.update(figures)
+        return figures
 
 
 def main() -> int:
@@ -114,19 +142,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--world-size", type=int, help="processes; all GPUs, or two on the CPU")
-    parser.add_argument("--cases", nargs="*", default=[*CASES, "checkpoint"])
+    parser.add_argument("--cases", nargs="*", default=[*CASES, "checkpoint"], help="also scaling")
     parser.add_argument("--seconds", type=float, default=300.0, help="deadline of the whole run")
     parser.add_argument("--out", type=Path, help="JSON record")
     arguments = parser.parse_args()
     world = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
-    figures = run(arguments.device, world, arguments.cases, arguments.seconds)
+    figures: dict[str, Any] = {}
+    failure = ""
+    try:
+        run(arguments.device, world, arguments.cases, arguments.seconds, figures)
+    except AssertionError as error:
+        failure = figures["failed"] = str(error)
     if arguments.out is not None:
         from benchmarks.harness import write_record
 
         settings = {"device": arguments.device, "world_size": world, **SIZES[arguments.device]}
         write_record(arguments.out, "distributed", settings, figures, arguments.device)
     print(json.dumps(figures, indent=1))
-    return 0
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_two_processes():
-    figures = run("cpu", 2, [*CASES, "checkpoint"], seconds=240)
+    figures = run("cpu", 2, [*CASES, "checkpoint", "scaling"], seconds=240)
     assert figures["recommender"]["imbalance"] < figures["recommender"]["imbalance as drawn"]
+    assert len(figures["scaling"]["rows"]) == 3
     assert figures["many_steps"]["empty rank batches"] > 5
