@@ -161,14 +161,20 @@ def multiply(mma, accumulator, a, b, sfa, sfb, keep, keys, skip: cutlass.Constex
     """``accumulator (+)= a b`` over the k-blocks of 32. ``keep``: add to what is there. ``skip``: leave out blocks at or past ``keys``.
 
     Skipping is not an optimization: the scale of a block past the end of a sequence is a pad, and a pad of 255 is a NaN that even P = 0
-    does not silence. Block 0 may be left out too (an empty sequence): the accumulator then keeps what it held.
+    does not silence. Block 0 may be left out too (an empty sequence): the accumulator then keeps what it held. Whole tiles have a path of
+    their own without a branch per block: the MMA warp shares its scheduler's issue slots with two softmax warps.
     """
     blocks = cute.size(a, mode=[2])
-    for block in cutlass.range_constexpr(blocks):
-        if const_expr(skip):
-            if block * 32 < keys:
+    if const_expr(skip):
+        if keys > 32 * (blocks - 1):
+            for block in cutlass.range_constexpr(blocks):
                 _multiply_block(mma, accumulator, a, b, sfa, sfb, block, keep)
         else:
+            for block in cutlass.range_constexpr(blocks - 1):
+                if block * 32 < keys:
+                    _multiply_block(mma, accumulator, a, b, sfa, sfb, block, keep)
+    else:
+        for block in cutlass.range_constexpr(blocks):
             _multiply_block(mma, accumulator, a, b, sfa, sfb, block, keep)
 
 

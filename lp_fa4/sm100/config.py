@@ -67,7 +67,7 @@ class ForwardTuning:
     """Schedule of one variant on one target.
 
     Attributes:
-        stages: key tiles (and value tiles) in flight.
+        stages: key tiles (and value tiles) in flight, a power of two.
         softmax_registers, correction_registers, other_registers: per thread after the split; 2 softmax warpgroups, one of each other.
         exp2_on_fma: of every 32 exponentials, how many run as a polynomial on the FMA pipe instead of MUFU; a multiple of 2.
         drawn: CTAs draw their items one by one (Cluster Launch Control); False: each walks a fixed stride of the list.
@@ -86,6 +86,8 @@ class ForwardTuning:
                 f"registers are 2 x {self.softmax_registers} + {self.correction_registers} + {self.other_registers}; "
                 "at most 512 fit four warpgroups"
             )
+        if self.stages < 1 or self.stages & (self.stages - 1):
+            raise ValueError(f"stages is {self.stages}; it must be a power of two")
         if not 0 <= self.exp2_on_fma <= 32 or self.exp2_on_fma % 2:
             raise ValueError(f"exp2_on_fma is {self.exp2_on_fma}; it must be an even number from 0 to 32")
 
@@ -94,8 +96,8 @@ class ForwardTuning:
 # 128 x 128 tile whose products take 512; with 10 of 32 on the FMA pipe MUFU and issue slots both end near 720. sm_103's MUFU is twice as
 # fast. Registers are the splits at which ptxas spills nothing in any variant (tests/sm100/compiled.py).
 _TUNING = {
-    ("sm_100a", 128): ForwardTuning(exp2_on_fma=10),
-    ("sm_100a", 64): ForwardTuning(exp2_on_fma=10, correction_registers=72, other_registers=56),
+    ("sm_100a", 128): ForwardTuning(exp2_on_fma=8),
+    ("sm_100a", 64): ForwardTuning(exp2_on_fma=8, correction_registers=72, other_registers=56),
     ("sm_103a", 128): ForwardTuning(exp2_on_fma=0),
     ("sm_103a", 64): ForwardTuning(exp2_on_fma=0, correction_registers=72, other_registers=56),
 }

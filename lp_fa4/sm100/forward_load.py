@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm100.atoms import F8, SF_BYTES, load_scales
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
-from lp_fa4.sm100.sync import wait
+from lp_fa4.sm100.sync import ring_place, wait
 from lp_fa4.sm100.work import NONE, fetch, hand_on, receive_item, request_item, same_queries, scale_tile
 
 
@@ -65,8 +65,8 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
             if const_expr(kernel.tuning.drawn):  # noqa: SIM102 (compile time outside, run time inside)
                 if n == cutlass.max(item.steps - stages, 0):
                     request_item(kernel, shared, bars)
-            stage = (base + n) % stages
-            free = ((base + n) // stages & 1) ^ 1
+            stage, phase = ring_place(base + n, stages)
+            free = phase ^ 1
             wait(bars + bar.k_empty + stage, free)
             load_tile(
                 args.tma_k, g_k[None, n], s_k[None, stage], sf_k, key_tile + n, kv_head, shared.sf_k, stage, bars + bar.k_full + stage

@@ -20,7 +20,7 @@ from cutlass import Int32, const_expr
 
 from lp_fa4.sm100.atoms import copy_scales, multiply
 from lp_fa4.sm100.config import KEY_TILE
-from lp_fa4.sm100.sync import commit, tensor_fence, wait, wait_tensor
+from lp_fa4.sm100.sync import commit, ring_place, tensor_fence, wait, wait_tensor
 from lp_fa4.sm100.tmem_plan import prologue_columns
 from lp_fa4.sm100.work import fetch, first_index, item_steps, read_drawn, same_queries
 
@@ -53,8 +53,8 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                 fresh = Int32(0) if same_queries(item, coming) else Int32(1)
         for n in cutlass.range(item.steps, unroll=1):
             last = n + 1 == item.steps
-            stage, phase = (base + n) % stages, (base + n) // stages & 1
-            k_stage, k_phase = (base + n + 1) % stages, (base + n + 1) // stages & 1
+            stage, phase = ring_place(base + n, stages)
+            k_stage, k_phase = ring_place(base + n + 1, stages)
             wait_tensor(bars + bar.v_full + stage, phase)
             for i in cutlass.range_constexpr(2):
                 mine = base0 if i == 0 else base1

@@ -37,6 +37,11 @@ def wait_tensor(barrier, phase) -> None:
     tensor_fence("after")
 
 
+def ring_place(count, stages: int):
+    """Stage and phase parity of use ``count`` (from 0) of a ring of ``stages`` buffers, a power of two."""
+    return count & (stages - 1), count >> (stages.bit_length() - 1) & 1
+
+
 @cute.jit
 def arrive(barrier):
     """One arrival per warp, after all its lanes got here."""
