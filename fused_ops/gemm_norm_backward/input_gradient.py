@@ -27,14 +27,18 @@ from cutlass.utils import LayoutEnum
 from fused_ops.gemm_norm_backward.config import TILE, InputSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
-    block_byte,
+    address_of,
     codes_to_f16,
     float_to_pair,
+    fma,
+    generic_of_shared,
+    load_byte,
     load_words,
     pair_to_float,
     pinned,
     prefetch_line,
     relative_factor,
+    scale_address,
     search,
     search_alone,
 )
@@ -194,7 +198,7 @@ class InputGradient:
             lane = tid % 32
             row = (bid // spec.cluster * spec.groups + group) * 4 + warp % 4
             for q in cutlass.range_constexpr(self.runs):
-                parts[row, column0 + 32 * q + 8 * (lane % 4) + run_element(lane)] = columns[q]
+                parts[row, column0 + 32 * q + 8 * (lane % 4) + run_element(lane)] = columns[q] if total > 0 else Float32(0.0)
         if const_expr(spec.cluster > 1):  # nobody leaves while another may still send to it
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -208,7 +212,7 @@ class InputGradient:
         largest = Int32(0)
         for i in cutlass.range(tid, spec.rows * eighths, 128 * spec.groups):
             words = cute.make_rmem_tensor(4, Uint32)
-            load_words(w, i // eighths, column0 + 8 * (i % eighths), words)
+            load_words(address_of(w, i // eighths, column0 + 8 * (i % eighths)), words)
             for n in cutlass.range_constexpr(4):
                 for bits in ((Int32(words[n]) << 16) & 0x7FFF0000, Int32(words[n]) & 0x7FFF0000):
                     largest = cutlass.max(largest, bits if bits < 0x7F800000 else Int32(0))
@@ -232,7 +236,7 @@ class InputGradient:
         for i in cutlass.range(tid, spec.rows * eighths, 128 * spec.groups):
             k, chunk = i // eighths, i % eighths
             words = cute.make_rmem_tensor(4, Uint32)
-            load_words(w, k, column0 + 8 * chunk, words)
+            load_words(address_of(w, k, column0 + 8 * chunk), words)
             values = cute.recast_tensor(words, BFloat16)
             # k = 64 b + 16 t + 4 s + 2 h + i of a thread's codes lies at 64 b + 16 s + 8 h + 2 t + i of the contraction,
             # column 32 q + 8 t + 2 j + i of its runs at 32 q + 8 j + 2 t + i
@@ -246,17 +250,22 @@ class InputGradient:
             gains[i] = gain[column0 + i]
 
     @cute.jit
+    def row_of(self, at, tile: Int32, i: cutlass.Constexpr):
+        """This thread's row ``i`` (of two) of a tile; the last one that has values where it has none: what comes of it is not stored, and
+        adds nothing to sums that is not there already, since its ``rstd`` counts as 0."""
+        row = tile * TILE + at.warp % 4 * 16 + cute.arch.lane_idx() // 4 + 8 * i
+        return cutlass.max(cutlass.min(row, at.total - 1), 0)
+
+    @cute.jit
     def locate(self, io, at, tile: Int32, places: cute.Tensor):
         """Where this thread's rows (``r`` and ``r + 8``) of a tile lie: their rows of the scales (2), their sequences (2), and the sequence
         of the whole tile (-1 if it has several, or a row past the end)."""
-        lane = cute.arch.lane_idx()
-        row0 = tile * TILE + at.warp % 4 * 16 + lane // 4
         low, high = Int32(0), Int32(0)
         if const_expr(self.spec.lookup):
             low = search(io.offsets, Int32(0), at.batch, tile * TILE)
             high = search(io.offsets, low, at.batch, tile * TILE + TILE - 1)
         for i in cutlass.range_constexpr(2):
-            row = row0 + 8 * i
+            row = self.row_of(at, tile, i)
             if const_expr(self.spec.lookup):
                 b = search_alone(io.offsets, low, high, row)
                 begin = Int32(io.offsets[b])
@@ -269,27 +278,30 @@ class InputGradient:
 
     @cute.jit
     def load_codes(self, io, at, tile: Int32, places: cute.Tensor, codes: cute.Tensor, bytes_: cute.Tensor, early: cutlass.Constexpr):
-        """This thread's part of ``dk``, 0 past the end: its exponents and the first of its chunks (``early``), or the rest."""
+        """This thread's part of ``dk``: its exponents and the first of its chunks (``early``), or the rest."""
         spec = self.spec
-        lane = cute.arch.lane_idx()
+        quad = cute.arch.lane_idx() % 4
         chunks = spec.rows // DEPTH
-        for c in cutlass.range_constexpr(chunks):
-            if const_expr((c < chunks // 2) == early):
-                codes[None, c, None].fill(0)
-        if const_expr(early):
-            bytes_.fill(0)
         for i in cutlass.range_constexpr(2):
-            row = tile * TILE + at.warp % 4 * 16 + lane // 4 + 8 * i
-            if row < at.total:
+            row = address_of(io.dk, self.row_of(at, tile, i), 16 * quad)
+            if const_expr(spec.dk.mx and early):
+                scales = scale_address(io.dk_scale, places[i], spec.dk.static)
+                if const_expr(spec.dk.width == 32):
+                    scales = scales + quad // 2
                 for c in cutlass.range_constexpr(chunks):
-                    column = DEPTH * c + 16 * (lane % 4)
-                    if const_expr(spec.dk.mx and early):
-                        bytes_[c, i] = block_byte(io.dk_scale, places[i], column, spec.dk.width, spec.dk.static)
-                    for j in cutlass.range_constexpr((1 if spec.dk.mx else 2) if (c < chunks // 2) == early else 0):
-                        part = cute.make_rmem_tensor(4, Uint32)
-                        load_words(io.dk, row, column + 8 * j, part)
-                        for n in cutlass.range_constexpr(4):
-                            codes[4 * j + n, c, i] = part[n]
+                    if const_expr(spec.dk.width == 32):
+                        bytes_[c, i] = load_byte(scales + 2 * c)
+                    elif const_expr(spec.dk.width % DEPTH == 0):
+                        bytes_[c, i] = load_byte(scales + DEPTH * c // spec.dk.width)
+                    else:
+                        bytes_[c, i] = load_byte(scales + (DEPTH * c + 16 * quad) // spec.dk.width)
+            item = 1 if const_expr(spec.dk.mx) else 2
+            for c in cutlass.range_constexpr(chunks):
+                for j in cutlass.range_constexpr(item if (c < chunks // 2) == early else 0):
+                    part = cute.make_rmem_tensor(4, Uint32)
+                    load_words(row + (item * DEPTH * c + 16 * j), part)
+                    for n in cutlass.range_constexpr(4):
+                        codes[4 * j + n, c, i] = part[n]
 
     @cute.jit
     def keep_mean(self, io, at, here, sequence: Int32, cached: Int32) -> Int32:
@@ -328,6 +340,7 @@ class InputGradient:
         chunks = spec.rows // DEPTH
         row0 = tile * TILE + at.warp % 4 * 16 + lane // 4
         rows, rows_of_scales, sequences, whole = [row0, row0 + 8], [places[0], places[1]], [places[2], places[3]], places[4]
+        bases = [Int64(0), Int64(0)]
         self.load_codes(io, at, tile, places, codes, bytes_, False)
         self.prefetch(io, at, tile + step)
         tops = [Int32(0), Int32(0)]
@@ -364,45 +377,46 @@ class InputGradient:
                 atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             if const_expr(c == min(X_AFTER, chunks - 1)):
-                self.load_x(io, at, rows, xs, scale)
+                self.load_x(io, at, tile, xs, scale)
             if const_expr(spec.dv is not None and c == min(DV_AFTER, chunks - 1)):
-                self.load_dv(io, at, rows, rows_of_scales, dvs, dv_bytes)
+                self.load_dv(io, at, tile, rows_of_scales, dvs, dv_bytes)
         if tile + step < cute.ceil_div(at.limit, TILE):
             self.locate(io, at, tile + step, places)
         if const_expr(spec.mean):
             cached = self.keep_mean(io, at, here, whole, cached)
+            for i in cutlass.range_constexpr(2):
+                # one address for the mean of a row, whether here or in global memory: selecting values would cost a select for each
+                bases[i] = generic_of_shared(Int32(here.means.toint())) + 32 * quad
+                if whole < 0:
+                    bases[i] = address_of(io.mean, sequences[i], at.column0 + 8 * quad)
         warpgroup.wait_group(0)
 
         units = [Float32(1.0), Float32(1.0)]
         if const_expr(spec.dk.mx):
             units = [scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD)) for top in tops]
+        factors = [Float32(1.0), Float32(1.0)]
         sums = [Float32(0.0), Float32(0.0)]
         for q in cutlass.range_constexpr(self.runs):
             gain = cute.make_rmem_tensor(8, Float32)
             load_shared(here.gains.iterator + (32 * q + 8 * quad), gain)
-            base = cute.make_rmem_tensor(8, Float32)
-            if const_expr(spec.mean):
-                base.fill(0.0)
-                if whole >= 0:
-                    load_shared(here.means + (32 * q + 8 * quad), base)
             column_sums = [Float32(0.0)] * 8
             for i in cutlass.range_constexpr(2):
                 xf = self.x_of(xs, q, i)
-                extra = self.dv_of(dvs, dv_bytes, q, i)
-                if const_expr(spec.mean):  # noqa: SIM102 - one is decided at compile time
-                    if whole < 0:
-                        base.fill(0.0)
-                        if rows[i] < at.total:
-                            load_mean(io.mean, sequences[i], at.column0 + 32 * q + 8 * quad, base)
+                extra = self.dv_of(dvs, q, i)
+                if const_expr(spec.dv is not None and spec.dv.mx):
+                    factors[i] = scale_of_byte(dv_bytes[q, i])
+                base = cute.make_rmem_tensor(8, Float32)
+                if const_expr(spec.mean):
+                    load_generic(bases[i] + 128 * q, base)
                 for e in cutlass.range_constexpr(8):
                     index = e % 2 + 2 * i + 4 * (4 * q + e // 2)
                     d = acc[index]
                     if const_expr(spec.dv is not None and spec.mean):
-                        d = d * units[i] + (extra[e] + base[e])
+                        d = fma(d, units[i], fma(extra[e], factors[i], base[e]))
                     elif const_expr(spec.dv is not None):
-                        d = d * units[i] + extra[e]
+                        d = fma(d, units[i], extra[e] * factors[i])
                     elif const_expr(spec.mean):
-                        d = d * units[i] + base[e]
+                        d = fma(d, units[i], base[e])
                     else:
                         d = d * units[i]
                     xhat = xf[e] * scale[i]
@@ -418,7 +432,7 @@ class InputGradient:
             if const_expr(spec.cluster > 1):
                 sums = self.exchange(at, here.exchange, sums, turn)
             for i in cutlass.range_constexpr(2):
-                if rows[i] < at.limit:
+                if rows[i] < at.total:
                     share = scale[i] * (sums[i] * Float32(1.0 / spec.columns))
                     for q in cutlass.range_constexpr(self.runs):
                         xf = self.x_of(xs, q, i, True)
@@ -429,35 +443,43 @@ class InputGradient:
                                 d = acc[n + 2 * i + 4 * (4 * q + e // 2)]
                                 pair.append(scale[i] * (d - xf[e + n] * share))
                             out[e // 2] = float_to_pair(pair[0], pair[1], self.half)
-                            if rows[i] >= at.total:
-                                out[e // 2] = Int32(0)
                         store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, out)
+                elif rows[i] < at.limit:
+                    zeros = cute.make_rmem_tensor(4, Int32)
+                    zeros.fill(0)
+                    for q in cutlass.range_constexpr(self.runs):
+                        store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, zeros)
         return cached
 
     @cute.jit
-    def load_x(self, io, at, rows, xs: cute.Tensor, scale: cute.Tensor):
-        """This thread's part of ``x`` and ``rstd``, 0 past the end."""
-        xs.fill(0)
-        scale.fill(0.0)
+    def load_x(self, io, at, tile: Int32, xs: cute.Tensor, scale: cute.Tensor):
+        """This thread's part of ``x`` and ``rstd``, which is 0 past the end."""
         for i in cutlass.range_constexpr(2):
-            if rows[i] < at.total:
-                scale[i] = io.rstd[Int64(rows[i])]
-                for q in cutlass.range_constexpr(self.runs):
-                    load_words(io.x, rows[i], at.column0 + 32 * q + 8 * (cute.arch.lane_idx() % 4), xs[None, q, i])
+            row = self.row_of(at, tile, i)
+            factor = io.rstd[Int64(row)]
+            scale[i] = factor if tile * TILE + at.warp % 4 * 16 + cute.arch.lane_idx() // 4 + 8 * i < at.total else Float32(0.0)
+            address = address_of(io.x, row, at.column0 + 8 * (cute.arch.lane_idx() % 4))
+            for q in cutlass.range_constexpr(self.runs):
+                load_words(address + 64 * q, xs[None, q, i])
 
     @cute.jit
-    def load_dv(self, io, at, rows, rows_of_scales, dvs: cute.Tensor, bytes_: cute.Tensor):
-        """This thread's part of ``dv`` and its exponents, 0 past the end."""
+    def load_dv(self, io, at, tile: Int32, rows_of_scales, dvs: cute.Tensor, bytes_: cute.Tensor):
+        """This thread's part of ``dv`` and its exponents."""
         kind = self.spec.dv
-        dvs.fill(0)
-        bytes_.fill(0)
         for i in cutlass.range_constexpr(2):
-            if rows[i] < at.total:
+            address = address_of(io.dv, self.row_of(at, tile, i), at.column0 + 8 * (cute.arch.lane_idx() % 4))
+            for q in cutlass.range_constexpr(self.runs):
+                load_words(address + (32 if kind.mx else 64) * q, dvs[None, q, i])
+            if const_expr(kind.mx):
+                scales = scale_address(io.dv_scale, rows_of_scales[i], kind.static)
+                even = kind.width == 32 or self.spec.slab % kind.width == 0
+                if const_expr(even):
+                    scales = scales + at.column0 // kind.width
                 for q in cutlass.range_constexpr(self.runs):
-                    column = at.column0 + 32 * q + 8 * (cute.arch.lane_idx() % 4)
-                    load_words(io.dv, rows[i], column, dvs[None, q, i])
-                    if const_expr(kind.mx):
-                        bytes_[q, i] = block_byte(io.dv_scale, rows_of_scales[i], column, kind.width, kind.static)
+                    if const_expr(even):
+                        bytes_[q, i] = load_byte(scales + 32 * q // kind.width)
+                    else:
+                        bytes_[q, i] = load_byte(scales + (at.column0 + 32 * q) // kind.width)
 
     @cute.jit
     def x_of(self, xs: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr, again: cutlass.Constexpr = False):
@@ -468,14 +490,13 @@ class InputGradient:
         return out
 
     @cute.jit
-    def dv_of(self, dvs: cute.Tensor, bytes_: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr):
-        """Eight values of ``dv``."""
+    def dv_of(self, dvs: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr):
+        """Eight values of ``dv``, codes without their exponent."""
         out = []
         if const_expr(self.spec.dv is not None):
             if const_expr(self.spec.dv.mx):
-                factor = scale_of_byte(bytes_[q, i])
                 for n in cutlass.range_constexpr(2):
-                    out += [v * factor for v in e4m3x4_to_float(Int32(dvs[n, q, i]))]
+                    out += e4m3x4_to_float(Int32(dvs[n, q, i]))
             else:
                 for n in cutlass.range_constexpr(4):
                     out += pair_to_float(dvs[n, q, i], False)
@@ -569,11 +590,10 @@ def load_shared(pointer, out: cute.Tensor):
 
 
 @cute.jit
-def load_mean(mean: cute.Tensor, sequence: Int32, column: Int32, out: cute.Tensor):
-    """Eight FP32 of a sequence's row."""
-    pointer = mean.iterator + cute.crd2idx((Int64(sequence), column), mean.layout)
-    aligned = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
-    cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(8)), out)
+def load_generic(address: Int64, out: cute.Tensor):
+    """Eight FP32 from shared or global memory."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.generic, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), out)
 
 
 @cute.jit

@@ -20,6 +20,11 @@ def pinned(word):
     return Int32(inline_ptx(T.i32(), [Int32(word)], "mov.b32 $0, $1;", "=r,r", side_effects=True))
 
 
+def pinned64(x):
+    """The same 64 bits, opaque to the compiler."""
+    return Int64(inline_ptx(T.i64(), [Int64(x)], "mov.b64 $0, $1;", "=l,l", side_effects=True))
+
+
 def prefetch_line(address):
     """Ask for one line of global memory in L2."""
     inline_ptx(None, [address], "prefetch.global.L2 [$0];", "l", side_effects=True)
@@ -55,13 +60,40 @@ def search_alone(offsets: cute.Tensor, low: Int32, high: Int32, token: Int32) ->
     return low
 
 
+def address_of(source: cute.Tensor, row, column):
+    """Address of an element of a matrix whose rows are contiguous; 64 bits."""
+    item = source.element_type.width // 8
+    return source.iterator.toint() + (Int64(row) * Int64(source.stride[0]) + column) * item
+
+
 @cute.jit
-def load_words(source: cute.Tensor, row, column: Int32, out: cute.Tensor):
-    """``out``'s words of a row, from an element on; 64-bit offsets. Their bytes are aligned to their number, up to 16."""
-    pointer = source.iterator + cute.crd2idx((Int64(row), column), source.layout)
+def load_words(address: Int64, out: cute.Tensor):
+    """``out``'s words from global memory, aligned to their number of bytes, up to 16."""
     align = min(16, 4 * cute.size(out))
-    aligned = cute.make_ptr(Uint32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
-    cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(cute.size(out))), out)
+    pointer = cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=align)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(cute.size(out))), out)
+
+
+def load_byte(address: Int64) -> Int32:
+    """One byte of global memory."""
+    text = "{.reg .b16 v; ld.global.u8 v, [$1]; cvt.u32.u16 $0, v;}"
+    return Int32(inline_ptx(T.i32(), [address], text, "=r,l"))
+
+
+def scale_address(scale: cute.Tensor, row, static: bool):
+    """Address of the first scale of a row; static scales have one row."""
+    base = scale.iterator.toint()
+    return base if static else base + Int64(row) * scale.shape[1]
+
+
+def generic_of_shared(address):
+    """Generic address of a place in shared memory."""
+    return Int64(inline_ptx(T.i64(), [address], "{.reg .u64 a; cvt.u64.u32 a, $1; cvta.shared.u64 $0, a;}", "=l,r"))
+
+
+def fma(a, b, c):
+    """``a * b + c``, rounded once."""
+    return Float32(inline_ptx(T.f32(), [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"))
 
 
 @cute.jit
@@ -89,13 +121,6 @@ def relative_factor(byte: Int32, top: Int32, head: cutlass.Constexpr) -> Int32:
     if byte == 255:
         pair = Int32(0x7E007E00)
     return pair
-
-
-@cute.jit
-def block_byte(scale: cute.Tensor, row: Int32, column: Int32, width: cutlass.Constexpr, static: cutlass.Constexpr) -> Int32:
-    """Scale byte of the block that holds ``column``, in row ``row`` of the scales (static ones have one row)."""
-    at = Int64(0) if cutlass.const_expr(static) else Int64(row)
-    return Int32(scale[at, column // width])
 
 
 @cute.jit

@@ -12,12 +12,23 @@ and have the one after in flight. The partial sums are added by the caller, in o
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hop
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
 from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
-from fused_ops.gemm_norm_backward.rows import GROUP, block_byte, codes_to_bf16, load_words, prefetch_line, search, search_alone
+from fused_ops.gemm_norm_backward.rows import (
+    GROUP,
+    address_of,
+    codes_to_bf16,
+    load_byte,
+    load_words,
+    pinned64,
+    prefetch_line,
+    scale_address,
+    search,
+    search_alone,
+)
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
@@ -33,7 +44,10 @@ class WeightGradient:
         self.spec = spec
         self.warps = 4 * spec.groups
         self.left, self.right = spec.tile_rows // 64, spec.tile_columns // 64  # blocks of 64 columns of dk and of xn
-        self.units = 8 * (self.left + self.right) // self.warps  # pieces of 8 rows x 64 columns of a step for each warp
+        self.blocks = self.left + self.right
+        self.units = 8 * self.blocks // self.warps  # pieces of 8 rows x 64 columns of a step for each warp
+        # All pieces of a warp are of one block of columns, or their blocks are known when the kernel is compiled.
+        self.one_block = self.warps % self.blocks == 0
         self.words = 4 if spec.dk.mx and spec.xn.mx else 8
 
     @cute.jit
@@ -102,9 +116,17 @@ class WeightGradient:
         splits = Int32(parts.shape[0])
         first = Int32(Int64(steps) * split // splits)
         last = Int32(Int64(steps) * (split + 1) // splits)
+        lane = tid % 32
+        block, rows = Int32(0), warp * 8
+        if const_expr(self.one_block):
+            block, rows = warp % self.blocks, warp // self.blocks * 8
+        address, stride, scale_address, scale_stride = Int64(0), Int64(0), Int64(0), Int64(0)
+        if const_expr(self.one_block and spec.dk.mx == spec.xn.mx):
+            address, stride, scale_address, scale_stride = self.either(io, block, lane % 4, row0, column0)
         at = Bundle(
-            warp=warp, row0=row0, column0=column0, batch=batch, total=cutlass.min(total, last * TILE), tile=tile,
-            a=Int32(store.a.data_ptr().toint()), b=Int32(store.b.data_ptr().toint()),
+            row0=row0, column0=column0, batch=batch, total=cutlass.min(total, last * TILE), tile=tile, block=block, row=rows + lane // 4,
+            piece=lane % 4, a=Int32(store.a.data_ptr().toint()), b=Int32(store.b.data_ptr().toint()), address=address, stride=stride,
+            scale_address=scale_address, scale_stride=scale_stride,
         )  # fmt: skip
 
         acc = cute.make_rmem_tensor(mma.partition_shape_C((spec.tile_rows, spec.tile_columns)), Float32)
@@ -139,7 +161,6 @@ class WeightGradient:
                 warpgroup.wait_group(1)
                 cute.arch.sync_threads()
         warpgroup.wait_group(0)
-        lane = tid % 32
         row = row0 + group * 64 + warp % 4 * 16 + lane // 4
         for j in cutlass.range_constexpr(spec.tile_columns // 8):
             for i in cutlass.range_constexpr(2):
@@ -150,94 +171,108 @@ class WeightGradient:
                 aligned = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=8)
                 cute.autovec_copy(pair, cute.make_tensor(aligned, cute.make_layout(2)))
 
-    @cute.jit
-    def unit(self, at, u: cutlass.Constexpr):
-        """(block of 64 columns, row within the step, 16-column piece) of this thread's ``u``-th piece."""
-        blocks = self.left + self.right
-        index = at.warp + self.warps * u
-        lane = cute.arch.lane_idx()
-        return index % blocks, index // blocks * 8 + lane // 4, lane % 4
+    def unit(self, at, u: int):
+        """(block of 64 columns, row within the step) of this thread's ``u``-th piece."""
+        if self.one_block:
+            return at.block, at.row + u * (8 * self.warps // self.blocks)
+        return u % self.blocks, at.row + u // self.blocks * (8 * self.warps)
 
     @cute.jit
     def load(self, io, at, codes: cute.Tensor, bytes_: cute.Tensor, place: cute.Tensor, step: Int32):
         """A step's pieces and their exponents into registers; 0 where there is no token."""
         spec = self.spec
-        codes.fill(0)
-        bytes_.fill(0)
         token0 = step * TILE
-        if token0 < at.total:
-            low, high, begin = Int32(0), Int32(0), Int32(0)
-            if const_expr(spec.lookup):
-                if token0 >= place[2]:
-                    place[0] = search(io.offsets, place[0], at.batch, token0)
-                    place[1], place[2] = Int32(io.offsets[place[0]]), Int32(io.offsets[place[0] + 1])
-                low, begin = place[0], place[1]
-                high = low
-                if cutlass.min(token0 + TILE, at.total) > place[2]:
-                    high = search(io.offsets, low, at.batch, token0 + TILE - 1)
+        if const_expr(spec.lookup):  # noqa: SIM102 - one is decided at compile time
+            if (token0 >= place[2]) & (token0 < at.total):
+                place[0] = search(io.offsets, place[0], at.batch, token0)
+                place[1], place[2] = Int32(io.offsets[place[0]]), Int32(io.offsets[place[0] + 1])
+        begin = place[1]
+        start = begin // GROUP + place[0]  # the sequence's first row of scales
+        whole = token0 + TILE <= at.total
+        if const_expr(spec.lookup):
+            whole = whole & (token0 + TILE <= place[2])
+        if whole:  # 64 tokens of one sequence
             for u in cutlass.range_constexpr(self.units):
-                block, row, piece = self.unit(at, u)
+                _, row = self.unit(at, u)
+                self.load_piece(io, at, codes, bytes_, u, token0 + row, start + (token0 + row - begin) // GROUP)
+            self.prefetch(io, at, token0 + AHEAD * TILE)
+        else:
+            codes.fill(0)
+            bytes_.fill(0)
+            high = Int32(0)
+            if const_expr(spec.lookup):  # noqa: SIM102
+                if token0 < at.total:
+                    high = search(io.offsets, place[0], at.batch, token0 + TILE - 1)
+            for u in cutlass.range_constexpr(self.units):
+                _, row = self.unit(at, u)
                 token = token0 + row
                 if token < at.total:
                     scale_row = token // GROUP
                     if const_expr(spec.lookup):
-                        b, start = low, begin
-                        if low < high:
-                            b = search_alone(io.offsets, low, high, token)
-                            start = Int32(io.offsets[b])
-                        scale_row = start // GROUP + b + (token - start) // GROUP
-                    if const_expr(spec.dk.mx == spec.xn.mx):
-                        self.load_either(io, at, codes, bytes_, u, block, piece, token, scale_row)
-                    else:
-                        if block < self.left:
-                            column = at.row0 + 64 * block + 16 * piece
-                            self.load_piece(spec.dk, io.dk, io.dk_scale, codes, bytes_, u, token, scale_row, column)
-                        else:
-                            column = at.column0 + 64 * (block - self.left) + 16 * piece
-                            self.load_piece(spec.xn, io.xn, io.xn_scale, codes, bytes_, u, token, scale_row, column)
-            self.prefetch(io, at, token0 + AHEAD * TILE)
+                        b = search_alone(io.offsets, place[0], high, token)
+                        first = Int32(io.offsets[b])
+                        scale_row = first // GROUP + b + (token - first) // GROUP
+                    self.load_piece(io, at, codes, bytes_, u, token, scale_row)
 
     @cute.jit
-    def load_either(
-        self,
-        io,
-        at,
-        codes: cute.Tensor,
-        bytes_: cute.Tensor,
-        u: cutlass.Constexpr,
-        block: Int32,
-        piece: Int32,
-        token: Int32,
-        scale_row: Int32,
-    ):
+    def load_piece(self, io, at, codes: cute.Tensor, bytes_: cute.Tensor, u: cutlass.Constexpr, token: Int32, scale_row: Int32):
+        """16 columns of a row of the operand that the piece belongs to."""
+        spec = self.spec
+        if const_expr(not self.one_block):
+            block, _ = self.unit(at, u)
+            if const_expr(block < self.left):
+                self.load_from(spec.dk, io.dk, io.dk_scale, codes, bytes_, u, token, scale_row, at.row0 + 64 * block + 16 * at.piece)
+            else:
+                column = at.column0 + 64 * (block - self.left) + 16 * at.piece
+                self.load_from(spec.xn, io.xn, io.xn_scale, codes, bytes_, u, token, scale_row, column)
+        elif const_expr(spec.dk.mx == spec.xn.mx):
+            self.load_either(at, codes, bytes_, u, token, scale_row)
+        else:
+            if at.block < self.left:
+                self.load_from(spec.dk, io.dk, io.dk_scale, codes, bytes_, u, token, scale_row, at.row0 + 64 * at.block + 16 * at.piece)
+            else:
+                column = at.column0 + 64 * (at.block - self.left) + 16 * at.piece
+                self.load_from(spec.xn, io.xn, io.xn_scale, codes, bytes_, u, token, scale_row, column)
+
+    @cute.jit
+    def load_either(self, at, codes: cute.Tensor, bytes_: cute.Tensor, u: cutlass.Constexpr, token: Int32, scale_row: Int32):
         """16 columns of a row of either operand, both stored alike: one piece of code for both, so no branch between the loads."""
+        self.load_row(at.address + Int64(token) * at.stride, codes, u, 1 if self.spec.dk.mx else 2)
+        if const_expr(self.spec.dk.mx):
+            bytes_[u] = load_byte(at.scale_address + Int64(scale_row) * at.scale_stride)
+
+    @cute.jit
+    def either(self, io, block: Int32, piece: Int32, row0: Int32, column0: Int32):
+        """Where a warp's pieces lie that are all of one operand: address and bytes from row to row, of the payload and of the scales."""
         spec = self.spec
         item = 1 if const_expr(spec.dk.mx) else 2
         left = block < self.left
-        column = at.row0 + 64 * block + 16 * piece if left else at.column0 + 64 * (block - self.left) + 16 * piece
-        base = io.dk.iterator.toint() if left else io.xn.iterator.toint()
-        stride = Int64(io.dk.stride[0]) if left else Int64(io.xn.stride[0])
-        address = base + (Int64(token) * stride + column) * item
-        for j in cutlass.range_constexpr(1 if spec.dk.mx else 2):
-            part = cute.make_rmem_tensor(4, Uint32)
-            pointer = cute.make_ptr(Uint32, address + 16 * j, cute.AddressSpace.gmem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), part)
-            for n in cutlass.range_constexpr(4):
-                codes[4 * j + n, u] = part[n]
+        first, second = row0 + 64 * block + 16 * piece, column0 + 64 * (block - self.left) + 16 * piece
+        address = address_of(io.dk, 0, first) if left else address_of(io.xn, 0, second)
+        stride = Int64(io.dk.stride[0]) * item if left else Int64(io.xn.stride[0]) * item
+        scale_address, scale_stride = Int64(0), Int64(0)
         if const_expr(spec.dk.mx):
-            first, second = self.scale_place(spec.dk, io.dk_scale), self.scale_place(spec.xn, io.xn_scale)
-            base = first[0] if left else second[0]
-            stride = Int32(first[1]) if left else Int32(second[1])
-            block_column = column // spec.dk.width if left else column // spec.xn.width
-            pointer = cute.make_ptr(Uint8, base + (Int64(scale_row) * stride + block_column), cute.AddressSpace.gmem, assumed_align=1)
-            bytes_[u] = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+            ours, theirs = io.dk_scale.iterator.toint() + first // spec.dk.width, io.xn_scale.iterator.toint() + second // spec.xn.width
+            scale_address = ours if left else theirs
+            ours, theirs = self.scale_stride(spec.dk, io.dk_scale), self.scale_stride(spec.xn, io.xn_scale)
+            scale_stride = Int64(ours if left else theirs)
+        return pinned64(address), pinned64(stride), pinned64(scale_address), pinned64(scale_stride)
 
-    def scale_place(self, kind, scale):
-        """(address, bytes from row to row: static scales have one row)."""
-        return scale.iterator.toint(), 0 if kind.static else scale.shape[1]
+    def scale_stride(self, kind, scale):
+        """Bytes from row to row of the scales: static ones have one row."""
+        return Int32(0 if kind.static else scale.shape[1])
 
     @cute.jit
-    def load_piece(
+    def load_row(self, address: Int64, codes: cute.Tensor, u: cutlass.Constexpr, item: cutlass.Constexpr):
+        """16 elements."""
+        for j in cutlass.range_constexpr(item):
+            part = cute.make_rmem_tensor(4, Uint32)
+            load_words(address + 16 * j, part)
+            for n in cutlass.range_constexpr(4):
+                codes[4 * j + n, u] = part[n]
+
+    @cute.jit
+    def load_from(
         self,
         kind: cutlass.Constexpr,
         source: cute.Tensor,
@@ -250,39 +285,45 @@ class WeightGradient:
         column: Int32,
     ):
         """16 columns of a row."""
-        for j in cutlass.range_constexpr(1 if kind.mx else 2):
-            part = cute.make_rmem_tensor(4, Uint32)
-            load_words(source, token, column + 8 * j, part)
-            for n in cutlass.range_constexpr(4):
-                codes[4 * j + n, u] = part[n]
+        self.load_row(address_of(source, token, column), codes, u, 1 if kind.mx else 2)
         if const_expr(kind.mx):
-            bytes_[u] = block_byte(scale, scale_row, column, kind.width, kind.static)
+            bytes_[u] = load_byte(scale_address(scale, scale_row, kind.static) + column // kind.width)
 
     @cute.jit
     def convert(self, at, codes: cute.Tensor, bytes_: cute.Tensor, stage: Int32):
-        """The pieces in registers to BF16 in shared memory."""
+        """The pieces in registers to BF16 in shared memory: stages of [blocks, 64 tokens, 64 columns], a row's 16-byte chunks exchanged by
+        its number."""
         spec = self.spec
         for u in cutlass.range_constexpr(self.units):
-            block, row, piece = self.unit(at, u)
+            block, row = self.unit(at, u)
             words = cute.make_rmem_tensor(8, Int32)
             if const_expr(spec.dk.mx and spec.xn.mx):
                 self.decode(codes, bytes_, u, words)
             elif const_expr(not spec.dk.mx and not spec.xn.mx):
                 self.pass_on(codes, u, words)
+            elif const_expr(not self.one_block):
+                if const_expr((block < self.left) == spec.dk.mx):
+                    self.decode(codes, bytes_, u, words)
+                else:
+                    self.pass_on(codes, u, words)
             else:
                 if (block < self.left) == spec.dk.mx:
                     self.decode(codes, bytes_, u, words)
                 else:
                     self.pass_on(codes, u, words)
-            # stages of [blocks, 64 tokens, 64 columns]; a row's 16-byte chunks are exchanged by its number
-            base = at.a + stage * (self.left * 8192) + block * 8192
-            if block >= self.left:
+            if const_expr(self.one_block):
+                base = at.a + stage * (self.left * 8192) + block * 8192
+                if block >= self.left:
+                    base = at.b + stage * (self.right * 8192) + (block - self.left) * 8192
+            elif const_expr(block < self.left):
+                base = at.a + stage * (self.left * 8192) + block * 8192
+            else:
                 base = at.b + stage * (self.right * 8192) + (block - self.left) * 8192
             for h in cutlass.range_constexpr(2):
                 half = cute.make_rmem_tensor(4, Int32)
                 for n in cutlass.range_constexpr(4):
                     half[n] = words[4 * h + n]
-                address = base + row * 128 + (((2 * piece + h) ^ (row % 8)) << 4)
+                address = base + row * 128 + (((2 * at.piece + h) ^ (row % 8)) << 4)
                 pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
                 cute.autovec_copy(half, cute.make_tensor(pointer, cute.make_layout(4)))
 
@@ -312,7 +353,7 @@ class WeightGradient:
         token = token0 + at.tile * share + tid // 8
         if (tid // 8 < share) & (at.tile * share + tid // 8 < TILE) & (token < at.total):
             for source, count in lines:
-                address = (source.iterator + cute.crd2idx((Int64(token), 0), source.layout)).toint()
+                address = address_of(source, token, 0)
                 for line in cutlass.range_constexpr(0, count, 8):
                     if line + tid % 8 < count:
                         prefetch_line(address + 128 * (line + tid % 8))
