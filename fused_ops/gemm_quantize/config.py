@@ -135,6 +135,19 @@ class GemmSpec:
         return (self.column_tile // 32 * self.chunks * self.parts + 3) // 4 * 4
 
 
+def form_of(x: Sequence[Tensor], x_blocks: Sequence[int], w: Sequence[Tensor], w_blocks: Sequence[int]) -> tuple[str, str]:
+    """Form of operands as ``fused_ops.operands.flatten`` has them, or "" and why no kernel multiplies them."""
+    if not x_blocks and not w_blocks:
+        if x[0].dtype != torch.bfloat16 or w[0].dtype != torch.bfloat16:
+            return "", f"x and w are {x[0].dtype} and {w[0].dtype}; the kernel multiplies bfloat16 by bfloat16 or MXFP8 by MXFP8"
+        return "bf16", ""
+    if not x_blocks or not w_blocks:
+        return "", "one of x and w is MXFP8 and the other is not; the kernel multiplies bfloat16 by bfloat16 or MXFP8 by MXFP8"
+    if len(w) == 2 and tuple(w_blocks[:2]) != tuple(w_blocks[2:]):
+        return "", f"w has parts in blocks {tuple(w_blocks[:2])} and {tuple(w_blocks[2:])}; the kernel serves equal ones"
+    return ("e4m3x2" if len(w) == 2 else "e4m3"), ""
+
+
 def spec_of(
     x: Sequence[Tensor],
     x_blocks: Sequence[int],
@@ -143,17 +156,11 @@ def spec_of(
     block: Sequence[int],
     dense: bool,
 ) -> tuple[GemmSpec | None, str]:
-    """The compile key of a call on operands as ``fused_ops.operands.flatten`` has them, or None and why there is none."""
-    if not x_blocks and not w_blocks:
-        if x[0].dtype != torch.bfloat16 or w[0].dtype != torch.bfloat16:
-            return None, f"x and w are {x[0].dtype} and {w[0].dtype}; the kernel multiplies bfloat16 by bfloat16 or MXFP8 by MXFP8"
-        form, x_block, w_block = "bf16", (0, 0), (0, 0)
-    elif not x_blocks or not w_blocks:
-        return None, "one of x and w is MXFP8 and the other is not; the kernel multiplies bfloat16 by bfloat16 or MXFP8 by MXFP8"
-    elif len(w) == 2 and tuple(w_blocks[:2]) != tuple(w_blocks[2:]):
-        return None, f"w has parts in blocks {tuple(w_blocks[:2])} and {tuple(w_blocks[2:])}; the kernel serves equal ones"
-    else:
-        form, x_block, w_block = ("e4m3x2" if len(w) == 2 else "e4m3"), (x_blocks[0], x_blocks[1]), (w_blocks[0], w_blocks[1])
+    """The Hopper kernel's compile key of a call on flattened operands, or None and why there is none."""
+    form, reason = form_of(x, x_blocks, w, w_blocks)
+    if reason:
+        return None, reason
+    x_block, w_block = ((x_blocks[0], x_blocks[1]), (w_blocks[0], w_blocks[1])) if form != "bf16" else ((0, 0), (0, 0))
     spec = GemmSpec(
         x[0].shape[1], w[0].shape[0], form, min(x_block[0], 32), x_block[1], w_block[0] == 0, w_block[1], block[0], block[1], dense
     )
@@ -174,3 +181,114 @@ def unsupported(spec: GemmSpec) -> str:
     if spec.column_tile == 0:
         return f"x has {spec.contracted} columns; weights of one block of {spec.unit} columns do not fit the shared memory"
     return ""
+
+
+TENSOR_COLUMNS = 512
+"""Columns of Blackwell's tensor memory, half of which hold two accumulators of 128 x 128."""
+
+
+@dataclass(frozen=True)
+class BlackwellSpec:
+    """Compile key of the Blackwell kernel. ``contracted``, ``columns``: K and N; ``form``: a key of ``FORMS``; ``block_tokens``, ``width``:
+    block of the result; ``dense``: one sequence, no offsets; ``sf_columns``, ``sf_tokens``: also the result's swizzled scales for an MMA
+    that contracts over columns (axis 1), over tokens (axis 0)."""
+
+    contracted: int
+    columns: int
+    form: str
+    block_tokens: int
+    width: int
+    dense: bool
+    sf_columns: bool = False
+    sf_tokens: bool = False
+
+    @property
+    def static(self) -> bool:
+        """Exponents of the result are given."""
+        return self.block_tokens == 0
+
+    @property
+    def scaled(self) -> bool:
+        """The MMA scales blocks of 32."""
+        return self.form != "bf16"
+
+    @property
+    def parts(self) -> int:
+        """Products of a column."""
+        return FORMS[self.form]
+
+    @property
+    def want_atoms(self) -> bool:
+        """Any swizzled scales."""
+        return self.sf_columns or self.sf_tokens
+
+    @property
+    def stage_columns(self) -> int:
+        """K of one stage: a row of the 128-byte swizzle."""
+        return 128 if self.scaled else 64
+
+    @property
+    def steps(self) -> int:
+        """Stages of a row of x."""
+        return -(-self.contracted // self.stage_columns)
+
+    @property
+    def column_tiles(self) -> int:
+        """CTAs that share a row of x; each has 128 columns."""
+        return -(-self.columns // TILE)
+
+    @property
+    def unit(self) -> int:
+        """Columns under one byte in the epilogue."""
+        return 32 if self.static else self.width
+
+    @property
+    def blocks(self) -> int:
+        """Units in a CTA's columns."""
+        return TILE // self.unit
+
+    @property
+    def resident(self) -> bool:
+        """Weights stay in shared memory, next to at least three stages of x."""
+        return self.steps * self.parts <= 9
+
+    @property
+    def stages(self) -> int:
+        """Stages of x, with its weights where they do not stay."""
+        tile = TILE * 128 + 512
+        held = self.steps * self.parts
+        left = SHARED_BYTES - FIXED_BYTES - held * (tile if self.resident else 512)
+        return min(6, left // (tile if self.resident else tile * (1 + self.parts)))
+
+
+def unsupported_on_blackwell(spec: BlackwellSpec) -> str:
+    """Why the Blackwell kernel cannot serve, "" if it can."""
+    if spec.contracted % 32 or spec.contracted < 32:
+        return f"x has {spec.contracted} columns; the kernel serves multiples of 32"
+    if spec.columns % 32 or spec.columns < 32:
+        return f"w has {spec.columns} rows; the kernel serves multiples of 32"
+    if spec.width % 32 or (not spec.static and TILE % spec.width):
+        return f"block is {spec.width} columns wide; the kernel serves 32, 64 and 128, or multiples of 32 with given exponents"
+    if spec.scaled and 4 * spec.steps * (spec.parts + 2) > TENSOR_COLUMNS // 2:
+        return f"x has {spec.contracted} columns; the scales of so many do not fit the tensor memory"
+    return ""
+
+
+def blackwell_spec_of(
+    x: Sequence[Tensor],
+    x_blocks: Sequence[int],
+    w: Sequence[Tensor],
+    w_blocks: Sequence[int],
+    block: Sequence[int],
+    dense: bool,
+    axes: Sequence[int] = (),
+) -> tuple[BlackwellSpec | None, str]:
+    """The Blackwell kernel's compile key of a call on flattened operands, or None and why there is none. ``axes``: of swizzled scales."""
+    form, reason = form_of(x, x_blocks, w, w_blocks)
+    if reason:
+        return None, reason
+    for name, blocks in (("x", x_blocks), ("w", w_blocks)):
+        if blocks and blocks[1] % 32:
+            return None, f"{name} has blocks {blocks[1]} columns wide; the kernel serves multiples of 32"
+    spec = BlackwellSpec(x[0].shape[1], w[0].shape[0], form, block[0], block[1], dense, 1 in axes, 0 in axes)
+    return spec, unsupported_on_blackwell(spec)

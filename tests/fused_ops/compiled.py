@@ -39,6 +39,12 @@ PRODUCTS = {
     "square blocks, pair": dict(form="e4m3x2", x_tokens=32, x_width=32, w_width=32, block_tokens=32, width=32),
 }
 """Of the Hopper kernel, 384 by 384."""
+BLACKWELL = {
+    "pair, both layouts": dict(form="e4m3x2", block_tokens=32, width=32, sf_columns=True, sf_tokens=True),
+    "BF16, static": dict(form="bf16", block_tokens=0, width=128),
+    "wide, blocks of a tile": dict(form="e4m3x2", block_tokens=128, width=64, contracted=1024),
+}
+"""Of the Blackwell kernel, 384 by 384 unless said."""
 WGMMA = {"wgmma": r"\b[HQ]GMMA\b", "waits": r"\bWARPGROUP\.DEPBAR\b"}
 """Counted in a product's SASS: a wait for every instruction would mean that the assembler serialized them."""
 
@@ -68,6 +74,13 @@ def main(arch: str, names: list[str]) -> None:
             for key, choice in PRODUCTS.items():
                 spec = GemmSpec(384, 384, w_static=False, dense=False, **choice)
                 variants[f"product: {key}"] = lambda spec=spec: _compile_gemm_quantize(arch, "int32", spec)
+        else:
+            from fused_ops.gemm_quantize.config import BlackwellSpec
+            from fused_ops.gemm_quantize.sm100 import _compile_blackwell_gemm
+
+            for key, choice in BLACKWELL.items():
+                made = BlackwellSpec(**{"contracted": 384, "columns": 384, "dense": False, **choice})
+                variants[f"product: {key}"] = lambda made=made: _compile_blackwell_gemm(arch, "int32", made)
         for axis in (0, 1):
             variants[f"scatter {axis}"] = lambda axis=axis: _compile_scatter_scales(arch, "int32", ScatterSpec(axis, 32, False, False))
             variants[f"gather {axis}"] = lambda axis=axis: _compile_gather_scales(arch, "int32", axis, False)

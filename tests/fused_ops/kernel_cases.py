@@ -158,6 +158,7 @@ def gemm(
     bad: list[int] | None = None,
     exact: bool = False,
     int64: bool = False,
+    axes: tuple[int, ...] = (),
     seed: int = 0,
 ) -> Case:
     """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN."""
@@ -173,18 +174,26 @@ def gemm(
         exponent = torch.full((columns // block[1],), 6, dtype=torch.int32)
         exponent[:1] -= 9
 
-    def call() -> tuple[Tensor, Tensor]:
-        from fused_ops.gemm_quantize import config, sm90
+    def call() -> tuple[Tensor, Tensor, tuple]:
+        from fused_ops.gemm_quantize import config, sm90, sm100
 
         left, right = flatten(x), flatten(w)
-        spec, reason = config.spec_of(left.payloads, left.blocks, right.payloads, right.blocks, block, offsets is None)
-        assert spec is not None and not reason, reason
+        operands_ = left.payloads, left.blocks, right.payloads, right.blocks, block, offsets is None
         with host(arch):
-            return sm90.gemm_quantize(left.payloads, left.scales, right.payloads, right.scales, offsets, exponent, spec)
+            if arch != "sm_90a":
+                spec, reason = config.blackwell_spec_of(*operands_, axes)
+                assert spec is not None and not reason, reason
+                return sm100.gemm_quantize(*left, *right, offsets, exponent, spec)
+            hopper, reason = config.spec_of(*operands_)
+            assert hopper is not None and not reason, reason
+            return *sm90.gemm_quantize(left.payloads, left.scales, right.payloads, right.scales, offsets, exponent, hopper), (None, None)
 
-    def verify(got: tuple[Tensor, Tensor]) -> None:
-        apart = check_product(x, w, block, offsets, exponent, *got, exact=exact)
+    def verify(got: tuple[Tensor, Tensor, tuple]) -> None:
+        apart = check_product(x, w, block, offsets, exponent, *got[:2], exact=exact)
         assert apart <= 0.01, f"{apart:.3g} of the codes are not the definition's"
+        for axis, atoms in enumerate(got[2]):
+            if atoms is not None:
+                assert torch.equal(atoms, layout.scatter_scales(got[1], block, used + capacity, columns, offsets, axis)), f"axis {axis}"
 
     name = f"gemm_quantize {lengths or tokens} {contracted}x{columns} {form} x{x_block} w{w_block} {block}"
     return Case(name, arch, None, call, verify)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from fused_ops import gemm_quantize
+from fused_ops import gemm_quantize, gemm_quantize_scatter, scatter_scales
 from fused_ops.gemm_quantize.interface import gemm_quantize_op, projection_exponent
 from fused_ops.operands import flatten, split_e4m3
 from lp_fa4.mx import quantize_mx
@@ -96,6 +96,19 @@ def test_static_bound():
     assert db(got.dequantize(), xn @ w.t()) > 28
 
 
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1)])
+def test_with_swizzled_scales(axes):
+    x, offsets, _ = hostile(64)
+    x8, w = quantize_mx(x, (32, 32), offsets), torch.randn(96, 64)
+    got, atoms = gemm_quantize_scatter(x8, w, axes=axes)
+    assert_same_bytes(got, gemm_quantize(x8, w))
+    for axis in (0, 1):
+        assert (atoms[axis] is None) == (axis not in axes)
+        assert axis not in axes or torch.equal(atoms[axis], scatter_scales(got, axis))
+    with pytest.raises(ValueError, match=r"axes is \(2,\)"):
+        gemm_quantize_scatter(x8, w, axes=(2,))
+
+
 def test_operator():
     for tokens in (196, 257):
         offsets = offsets_of([tokens - 90, 0, 80])
@@ -104,6 +117,7 @@ def test_operator():
             for right in (w, quantize_mx(w), split_e4m3(w)):
                 opcheck(gemm_quantize_op, (*flatten(left), *flatten(right), offsets, [32, 32], None))
         opcheck(gemm_quantize_op, (*flatten(x), *flatten(w), None, [0, 96], torch.tensor(4)))
+        opcheck(gemm_quantize_op, (*flatten(x), *flatten(w), offsets, [32, 96], None, "auto", [0, 1]))
 
 
 @pytest.mark.parametrize(
