@@ -25,14 +25,15 @@ def test_bits_of_the_definition(dtype, columns, block):
     block = (block[0], block[1] or columns)
     offsets, used = offsets_of(LENGTHS), sum(LENGTHS)
     weight = torch.rand(columns, device=DEVICE) + 0.5
-    for center in (False, True):
+    # Swizzled scales, and not: two kernels.
+    for center, keep, axes in ((False, True, (0, 1)), (True, True, ()), (False, False, ())):
         x = values(used + 50, columns, dtype, used, 0, str(DEVICE))
         for row, bad in zip((40, 300, 700), (torch.nan, torch.inf, -torch.inf), strict=True):
             x[row, row % columns] = bad
         exponent = norm_exponent(weight, block[1], centred=center) if block[0] == 0 else None
         poison()
-        got = kernel(x, weight, EPS, offsets, block, exponent, center, True, (0, 1))
-        check_norm(x, weight, offsets, block, exponent, center, True, got)
+        got = kernel(x, weight, EPS, offsets, block, exponent, center, keep, axes)
+        check_norm(x, weight, offsets, block, exponent, center, keep, got)
 
 
 def test_a_million_rows_and_three():
