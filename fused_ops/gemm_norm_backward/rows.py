@@ -97,10 +97,22 @@ def fma(a, b, c):
 
 
 @cute.jit
-def codes_to_bf16(word, factor: Float32):
-    """Four E4M3 codes times a power of two as two words of BF16: exact wherever BF16 has the exponent."""
+def codes_to_bf16(word, factor: Int32):
+    """Four E4M3 codes times a power of two, given as a pair of BF16, as two words of BF16: exact wherever BF16 has the exponent."""
     a, b, c, d = e4m3x4_to_float(Int32(word))
-    return bf16x2(a * factor, b * factor), bf16x2(c * factor, d * factor)
+    out = []
+    for pair in (bf16x2(a, b), bf16x2(c, d)):
+        out.append(Int32(inline_ptx(T.i32(), [pair, factor], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")))
+    return out
+
+
+def bf16_factor(byte: Int32) -> Int32:
+    """``2**(byte - 127)`` as a pair of BF16: subnormal for 0, NaN for 255."""
+    text = (
+        "{.reg .pred p, q; .reg .b32 v; setp.eq.s32 p, $1, 0; setp.eq.s32 q, $1, 255; mul.lo.s32 v, $1, 0x00800080;\n"
+        " @p mov.b32 v, 0x00400040; @q mov.b32 v, 0x7FC07FC0; mov.b32 $0, v;}"
+    )
+    return Int32(inline_ptx(T.i32(), [byte], text, "=r,r"))
 
 
 @cute.jit

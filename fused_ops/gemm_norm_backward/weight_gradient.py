@@ -20,6 +20,7 @@ from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
     address_of,
+    bf16_factor,
     codes_to_bf16,
     load_byte,
     load_words,
@@ -30,7 +31,6 @@ from fused_ops.gemm_norm_backward.rows import (
     search_alone,
 )
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 AHEAD = 4
@@ -330,7 +330,7 @@ class WeightGradient:
     @cute.jit
     def decode(self, codes: cute.Tensor, bytes_: cute.Tensor, u: cutlass.Constexpr, words: cute.Tensor):
         """16 codes to BF16."""
-        factor = scale_of_byte(bytes_[u])
+        factor = bf16_factor(bytes_[u])
         for n in cutlass.range_constexpr(4):
             words[2 * n], words[2 * n + 1] = codes_to_bf16(codes[n, u], factor)
 

@@ -9,6 +9,8 @@ from tests.gpu.problems import DEVICE, offsets_of, poison
 
 pytestmark = pytest.mark.gpu
 
+SIZE = (128, 256)
+"""Small, and two CTAs share the columns."""
 LENGTHS = (0, 1, 31, 32, 33, 0, 127, 128, 129, 640, 4095, 0)
 
 
@@ -24,55 +26,64 @@ def run(lengths, rows, columns, needs=(True, True, True), **options):
     return arguments, got
 
 
-@pytest.mark.parametrize("size", [(64, 64), (128, 128), (384, 384), (512, 512), (192, 256), (256, 192), (768, 768), (384, 448)])
+@pytest.mark.parametrize("size", [(64, 64), (128, 128), (384, 384), (512, 512), (192, 256), (256, 192), (768, 768)])
 def test_sizes(size):
     run(LENGTHS, *size, capacity=50)
 
 
-@pytest.mark.parametrize("dk", [(32, 32), (32, 128), (128, 128), (0, 128), "bfloat16"])
-@pytest.mark.parametrize("dv", [None, (32, 32), (0, 32), "bfloat16"])
-def test_operands(dk, dv):
-    for xn, dtype in (((0, 128), "bfloat16"), ((32, 32), "float16"), ("bfloat16", "bfloat16")):
-        run(LENGTHS, 384, 384, capacity=9, dk=dk, dv=dv, xn=xn, dtype=dtype, mean=dv is None, int64=xn == (32, 32))
+@pytest.mark.parametrize(
+    ("dk", "dv", "xn", "dtype"),
+    [
+        ((32, 128), None, (32, 32), "bfloat16"),
+        ((128, 128), (0, 32), (0, 128), "float16"),
+        ((0, 128), (32, 32), "bfloat16", "bfloat16"),
+        ("bfloat16", "bfloat16", "bfloat16", "float16"),
+        ("bfloat16", (32, 64), (128, 64), "bfloat16"),
+        ((32, 64), "bfloat16", (32, 128), "bfloat16"),
+    ],
+)
+def test_operands(dk, dv, xn, dtype):
+    run(LENGTHS, *SIZE, capacity=9, dk=dk, dv=dv, xn=xn, dtype=dtype, mean=dv is not None, int64=dk == (32, 128))
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 4095])
 @pytest.mark.parametrize("dense", [False, True])
 def test_lengths(tokens, dense):
-    run(None if dense else [0, tokens, 0], 384, 384, tokens=tokens)
+    run(None if dense else [0, tokens, 0], *SIZE, tokens=tokens)
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0, 0], []])
 def test_nothing(lengths):
-    _, got = run(lengths, 384, 384, capacity=70)
+    _, got = run(lengths, *SIZE, capacity=70)
     assert all(bool((x == 0).all()) for x in got)
 
 
 def test_a_million_rows_and_three():
-    run([1_000_003 - 50_000 * 7, *[50_000] * 7], 128, 128)
+    run([1_000_003 - 50_000 * 7, *[50_000] * 7], *SIZE)
 
 
 def test_seventy_thousand_sequences():
     lengths = torch.randint(0, 9, (70_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    run(lengths, 384, 384, capacity=1000)
+    run(lengths, *SIZE, capacity=1000)
 
 
 def test_not_finite():
     """NaN and infinities stay in their rows of dx and show in the sums."""
-    run(LENGTHS, 384, 384, bad=(40, 300, 700), capacity=9)
+    run(LENGTHS, *SIZE, bad=(40, 300, 700), capacity=9)
 
 
 def test_strided_and_expanded():
     """A gap after each row of x; gradients of stride 0, as a sum's are; rows that start at odd addresses are copied."""
-    arguments, _ = run(LENGTHS, 384, 384, strided=True)
+    arguments, _ = run(LENGTHS, *SIZE, strided=True)
     dk, _, mean, w, x, gain, rstd, xn, _ = arguments
-    row = torch.randn(1, 384, device=DEVICE).bfloat16()
-    for dv in (row.expand(x.shape), torch.randn(x.shape[0], 385, device=DEVICE).bfloat16()[:, 1:]):
+    rows, columns = SIZE
+    row, left = (torch.randn(1, n, device=DEVICE).bfloat16() for n in (columns, rows))
+    for dv in (row.expand(x.shape), torch.randn(x.shape[0], columns + 1, device=DEVICE).bfloat16()[:, 1:]):
         a = gemm_norm_backward(dk, dv, w, x, gain, rstd, xn, dv_mean=mean)
         b = gemm_norm_backward(dk, dv.contiguous(), w, x, gain, rstd, xn, dv_mean=mean)
         assert torch.equal(a.dx, b.dx) and torch.equal(a.dnorm_weight, b.dnorm_weight)
-    a = gemm_norm_backward(row.expand(x.shape), None, w, x, gain, rstd, xn)
-    b = gemm_norm_backward(row.expand(x.shape).contiguous(), None, w, x, gain, rstd, xn)
+    a = gemm_norm_backward(left.expand(x.shape[0], rows), None, w, x, gain, rstd, xn)
+    b = gemm_norm_backward(left.expand(x.shape[0], rows).contiguous(), None, w, x, gain, rstd, xn)
     assert torch.equal(a.dx, b.dx) and torch.equal(a.dw_k, b.dw_k)
 
 
@@ -103,7 +114,7 @@ def test_offsets_past_two_to_the_31():
 def test_repeats_bitwise_and_subsets():
     from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward as kernel
 
-    arguments, first = run((5000, 3, 0, 20_000), 384, 384)
+    arguments, first = run((5000, 3, 0, 20_000), *SIZE)
     for bits in range(1, 8):
         needs = tuple(bool(bits >> i & 1) for i in range(3))
         for need, got, want in zip(needs, kernel(*arguments, *needs), first, strict=True):
@@ -111,7 +122,7 @@ def test_repeats_bitwise_and_subsets():
 
 
 def test_graph_replays_with_other_lengths():
-    arguments, _ = run([100, 28, 0, 200], 384, 384, dk=(0, 128), dv=(0, 128))
+    arguments, _ = run([100, 28, 0, 200], *SIZE, dk=(0, 128), dv=(0, 128))
     dk, dv, mean, w, x, gain, rstd, xn, _ = arguments
 
     def call():
@@ -129,7 +140,7 @@ def test_graph_replays_with_other_lengths():
 
 
 def test_what_is_not_served_is_said():
-    arguments, _ = run([100, 28], 384, 384)
+    arguments, _ = run([100, 28], *SIZE)
     dk, dv, mean, w, x, gain, rstd, xn, _ = arguments
     with pytest.raises(ValueError, match="w_k is float32; the kernels serve bfloat16"):
         gemm_norm_backward(dk, dv, w.float(), x, gain, rstd, xn, dv_mean=mean, backend="sm90")
