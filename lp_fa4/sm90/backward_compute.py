@@ -57,6 +57,7 @@ CODE_TARGET = 7
 """dS is brought to [128, 256) at the first tile: a factor of 1.75 to 3.5 is left under 448 before ``x`` must move."""
 FIRST, SECOND, STEADY = range(3)
 BARRIER_ALL = 1
+TURN = 4  # first of two named barriers
 CONSUMERS = 256
 
 
@@ -219,8 +220,9 @@ def agree(w, x, buffer):
 
 
 @cute.jit
-def publish(spec, w, S, codes, share, buffer, x):
-    """dS codes to shared memory with keys contiguous (for dQ), this warp's scale beside them."""
+def publish(spec, w, S, codes, share, buffer, x, staged: cutlass.Constexpr, target: Int64):
+    """dS codes to shared memory with keys contiguous (for dQ), this warp's scale beside them; then the dQ tile that was ``staged`` leaves.
+    One proxy fence serves both: it waits for every store before it, some 200 clocks if they were just made."""
     if const_expr(spec.fold and not spec.k_static):
         codes = cute.make_rmem_tensor(8, Int32)
         to_codes(S, codes, (share, share))
@@ -237,11 +239,13 @@ def publish(spec, w, S, codes, share, buffer, x):
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
     arrive(w.bars.ds_full + buffer)
+    if const_expr(staged):
+        send_dq(spec, w, target)
 
 
 @cute.jit
-def reduce_dq(spec, w, dQ, factor, target: Int64):
-    """Add this warp's 16 x D/2 share of a dQ tile to global memory, in accumulator order, by one bulk reduction."""
+def stage_dq(spec, w, dQ, factor):
+    """This warp's 16 x D/2 share of a dQ tile to its staging, in accumulator order."""
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
     if const_expr(spec.dq_half):
@@ -252,13 +256,25 @@ def reduce_dq(spec, w, dQ, factor, target: Int64):
         for j in cutlass.range_constexpr(spec.head_dim // 16):
             four = [dQ[4 * j + i] * factor for i in range(4)]
             effect([w.staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_warp()
+
+
+@cute.jit
+def send_dq(spec, w, target: Int64):
+    """Add the staged share to global memory by one bulk reduction. After a proxy fence and a warp's barrier."""
     if w.lane == 0:
         kind = "noftz.f16" if const_expr(spec.dq_half) else "f32"
         size = Int32(spec.dq_tile_bytes // 8)
         effect([target, w.staging, size], f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{kind} [$0], [$1], $2;", "l,r,r")
         cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def reduce_dq(spec, w, dQ, factor, target: Int64):
+    """Stage and send."""
+    stage_dq(spec, w, dQ, factor)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    send_dq(spec, w, target)
 
 
 @cute.jit
@@ -307,10 +323,23 @@ def rescale(dK, down):
 
 
 @cute.jit
+def take_turn(w):
+    """Wait until the other warpgroup has done its stretch of arithmetic: one computes while the products of the other run. Left alone,
+    both compute and both wait at the same time."""
+    cute.arch.barrier(barrier_id=TURN + w.group, number_of_threads=CONSUMERS)
+
+
+@cute.jit
+def pass_turn(w):
+    """Let the other warpgroup compute."""
+    cute.arch.barrier_arrive(barrier_id=TURN + 1 - w.group, number_of_threads=CONSUMERS)
+
+
+@cute.jit
 def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, target: Int64):
     """One query tile. ``kind``: FIRST and SECOND of a segment, or STEADY; ``keys``: factors of :func:`key_factors`, K and V operands;
-    ``now``: (stage and phase of Q and dO, of the turned tiles, of dS) of this tile; ``last``: stage and phase of the turned tiles of the
-    one before, whose dK is done here; ``target``: this warp's address in the dQ tile of two before, which is done here too (so that
+    ``now``: (stage and phase of Q, dO and dO^T, of Q^T, of dS) of this tile; ``last``: stage and phase of Q^T of the one before, whose dK
+    is done here; ``target``: this warp's address in the dQ tile of two before, which is done here too (so that
     neither warpgroup waits for the other unless it is more than a step ahead). Returns x.
 
     Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
@@ -318,34 +347,40 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
     """
     fk, fv, dq_factor, share, k, v = keys
     bars = w.bars
-    stage, phase, out, out_phase, buffer, ds_phase = now
+    stage, phase, buffer, ds_phase = now[0], now[1], now[4], now[5]
     stat = w.stat + stage * (4 * STAT_FLOATS)
-    low, down = Float32(1.0), Float32(1.0)
+    down = Float32(1.0)
+    S = cute.make_rmem_tensor(w.score_shape, Float32)
+    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
+    accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
+    low = Float32(1.0)
     if const_expr(kind == STEADY):
         cute.arch.mbarrier_wait(bars.ds_full + buffer, ds_phase ^ 1)
         low, x, down = agree(w, x, buffer)
         dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
         accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
-    S = cute.make_rmem_tensor(w.score_shape, Float32)
-    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-    accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
     if const_expr(kind != FIRST):
         cute.arch.mbarrier_wait(bars.t_full + last[0], last[1])
         accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[0]], False)
     if const_expr(kind == STEADY):
-        warpgroup.wait_group(2)  # dQ leaves while S and dK are computed
+        warpgroup.wait_group(1)
         arrive(bars.ds_empty + buffer)
-        reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), target)
+        stage_dq(spec, w, dQ, dq_factor * reciprocal_power(low))  # under dK
     dP = cute.make_rmem_tensor(w.score_shape, Float32)
     accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
-    warpgroup.wait_group(1)
+    if const_expr(kind == FIRST):
+        warpgroup.wait_group(1)
+    elif const_expr(kind == SECOND):
+        warpgroup.wait_group(2)
+    take_turn(w)
+    probabilities(spec, w, S, w.P, stat, fk, limits)  # under dK and dP
+    pass_turn(w)
+    accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, stage], kind == FIRST)
+    warpgroup.wait_group(0)
     if const_expr(kind != FIRST):
         release(spec, bars.t_empty + last[0], w.peer)
-    probabilities(spec, w, S, w.P, stat, fk, limits)  # under dP
-    cute.arch.mbarrier_wait(bars.o_full + out, out_phase)
-    accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, out], kind == FIRST)
-    warpgroup.wait_group(0)
-    release(spec, bars.o_empty + out, w.peer)
+    if const_expr(kind != FIRST):  # the first exponent wants both warpgroups at once
+        take_turn(w)
     score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x, limits)
     more = Float32(1.0)
     if const_expr(kind == FIRST):
@@ -360,9 +395,10 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
         if const_expr(kind != FIRST):
             x, more = recode_if_full(S, w.dS, x)
     if const_expr(kind != FIRST):
+        pass_turn(w)
         rescale(dK, down * more)
     cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
-    publish(spec, w, S, w.dS, share, buffer, x)
+    publish(spec, w, S, w.dS, share, buffer, x, kind == STEADY, target)
     release(spec, bars.a_empty + stage, w.peer)  # after publish's proxy fence: the next copy overwrites statistics that were read here
     return x
 

@@ -133,19 +133,17 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
                     full = bars.a_full + stage
                     cute.arch.mbarrier_wait(bars.a_empty + stage, phase)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * tile_bytes + STAT_BYTES)
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, 3 * tile_bytes + STAT_BYTES)
                         address = Int32(full.toint())
                         bulk(smem.stat_address + stage * STAT_BYTES, glob.stats + do_tile * STAT_BYTES, STAT_BYTES, address)
                     share_tile(spec, rank, 0, smem.q_address + stage * tile_bytes, q_source, full)
                     share_tile(spec, rank, 1, smem.do_address + stage * tile_bytes, do_source, full)
-                    for reader, full, empty, target, source in (
-                        (0, bars.o_full + out, bars.o_empty + out, smem.dot_address, do_source),
-                        (1, bars.t_full + out, bars.t_empty + out, smem.qt_address, q_source),
-                    ):
-                        cute.arch.mbarrier_wait(empty, out_phase)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                        share_tile(spec, rank, reader, target + out * tile_bytes, source + tile_bytes, full)
+                    share_tile(spec, rank, 0, smem.dot_address + stage * tile_bytes, do_source + tile_bytes, full)
+                    full = bars.t_full + out
+                    cute.arch.mbarrier_wait(bars.t_empty + out, out_phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+                    share_tile(spec, rank, 1, smem.qt_address + out * tile_bytes, q_source + tile_bytes, full)
                     stage, phase = advance(stage, phase, stages)
                     out, out_phase = advance(out, out_phase, turned)
                     turn = turn + 1

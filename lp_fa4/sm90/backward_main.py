@@ -15,19 +15,22 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.backward_compute import FIRST, SECOND, STEADY, finish_tiles, key_factors, segment_factors, step
+from lp_fa4.sm90.backward_compute import FIRST, SECOND, STEADY, finish_tiles, key_factors, pass_turn, segment_factors, step, take_turn
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment, turning_warps
 from lp_fa4.sm90.backward_ops import advance, arrive, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_partial, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
 A_STAGES, B_STAGES = 3, 2
-"""Stages of (Q, dO, statistics) and of (Q^T, dO^T)."""
+"""Stages of (Q, dO, dO^T, statistics) and of Q^T."""
 REGISTERS = (40, 232)
 """Feeding and computing warpgroups: 32 + 2 * 240 = 512, all there are."""
 THREADS = 384
-STAGING = 36
-"""Bytes of staging for a warp, over the head dimension: 16 rows of BF16 with their pads, or 16 x D/2 FP32."""
+
+
+def staging_bytes(d: int) -> int:
+    """Staging of a warp: 16 rows of two MXFP8 gradients with their pads (more than 16 rows of BF16, or its share of dQ in FP32)."""
+    return 2 * 16 * (d + 16)
 
 
 def shared_layouts(d):
@@ -41,6 +44,7 @@ def shared_layouts(d):
     return SimpleNamespace(
         q=layout(QUERY_TILE, d, A_STAGES),
         qt=layout(d, QUERY_TILE, B_STAGES),
+        dot=layout(d, QUERY_TILE, A_STAGES),
         k=layout(KEY_TILE, d, 2),
         one_k=layout(KEY_TILE, d),
         kt=layout(d, KEY_TILE),
@@ -133,22 +137,22 @@ class BackwardMain:
 
         @cute.struct
         class Storage:
-            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 4 * B_STAGES + 10]
+            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 2 * B_STAGES + 10]
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             peak: cute.struct.Align[cute.struct.MemRange[Float32, 8], 32]
-            block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 32], 128]
+            block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 64], 128]
             stat: cute.struct.Align[cute.struct.MemRange[Float32, STAT_FLOATS * A_STAGES], 1024]
             q: codes(layouts.q)
             do: codes(layouts.q)
             qt: codes(layouts.qt)
-            dot: codes(layouts.qt)
+            dot: codes(layouts.dot)
             k: codes(layouts.k)
             v: codes(layouts.k)
             kt: codes(layouts.kt)
             ds: codes(layouts.ds)
-            staging: cute.struct.Align[cute.struct.MemRange[Float32, 2 * STAGING * spec.head_dim], 1024]
+            staging: cute.struct.Align[cute.struct.MemRange[Float32, 2 * staging_bytes(spec.head_dim)], 1024]
 
         return Storage
 
@@ -186,8 +190,7 @@ class BackwardMain:
         base = store.bars.data_ptr()
         both = 2 if const_expr(spec.cluster) else 1
         rings = (  # name, stages, arrivals a phase at "full" and at "empty": 8 computing warps, 3 turning warps
-            ("a", A_STAGES, 1, 8 * both),  # Q, dO and statistics
-            ("o", B_STAGES, 1, 8 * both),  # dO^T
+            ("a", A_STAGES, 1, 8 * both),  # Q, dO, dO^T and statistics
             ("t", B_STAGES, 1, 8 * both),  # Q^T
             ("ds", 2, 8, 8),
             ("k", 2, 1, 11),
@@ -243,7 +246,7 @@ class BackwardMain:
             kt = cute.local_tile(tensor(store.kt, layouts.kt), (spec.head_dim // 2, KEY_TILE), (group, 0))
             operand_shape = mma_g.partition_shape_A((KEY_TILE, QUERY_TILE))
             P, dS = mma_g.make_fragment_A(operand_shape), mma_g.make_fragment_A(operand_shape)
-            turned = lambda x: slice_g.make_fragment_B(slice_g.partition_B(tensor(x, layouts.qt)))  # noqa: E731
+            turned = lambda x, layout: slice_g.make_fragment_B(slice_g.partition_B(tensor(x, layout)))  # noqa: E731
             w = SimpleNamespace(
                 bars=bars,
                 lane=lane,
@@ -257,8 +260,8 @@ class BackwardMain:
                 v=slice_s.make_fragment_A(slice_s.partition_A(smem.v)),
                 q=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.q, layouts.q))),
                 do=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.do, layouts.q))),
-                qt=turned(store.qt),
-                dot=turned(store.dot),
+                qt=turned(store.qt, layouts.qt),
+                dot=turned(store.dot, layouts.dot),
                 ds=slice_q.make_fragment_A(slice_q.partition_A(tensor(store.ds, layouts.ds))),
                 kt=slice_q.make_fragment_B(slice_q.partition_B(kt)),
                 score_shape=mma_s.partition_shape_C((KEY_TILE, QUERY_TILE)),
@@ -271,7 +274,7 @@ class BackwardMain:
                 scales=address(store.scales),
                 peak=address(store.peak),
                 block_peaks=address(store.block_peaks),
-                staging=address(store.staging) + own * (STAGING * spec.head_dim),
+                staging=address(store.staging) + own * staging_bytes(spec.head_dim),
                 record=smem.record,
                 factors=address(store.factors) + 8 * own,
                 # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
@@ -295,6 +298,8 @@ class BackwardMain:
         dq_bytes = spec.dq_tile_bytes
         stage, phase, out, out_phase, buffer, ds_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         kv, kv_phase, kt_phase, more = Int32(0), Int32(0), Int32(0), Int32(1)
+        if w.group == 1:  # the first turn is the other's
+            pass_turn(w)
         while more > 0:
             cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
             item = Item(w.record + RECORD_BYTES * kv)
@@ -364,6 +369,8 @@ class BackwardMain:
                             self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch)
                     kt_phase = kt_phase ^ 1
             kv, kv_phase = advance(kv, kv_phase, 2)
+        if w.group == 0:  # the other's last pass
+            take_turn(w)
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
@@ -400,17 +407,19 @@ class BackwardMain:
         d = spec.head_dim
         row = Int64(item.k0 + item.n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk
         scale = (Int64(item.k0 // 32 + item.b + 4 * item.n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
-        for acc, factor, target, bytes_, part in (
-            (dV, dv_factor, grads.dv, grads.dv_scale, 0),
-            (dK, dk_factor, grads.dk, grads.dk_scale, KEY_TILE * d * 4),
-        ):
-            if const_expr(spec.long):
-                self.add_earlier(w, acc, factor, segments, scratch + part)
-                factor = Float32(1.0)
-            if const_expr(spec.mxfp8):  # ``left`` of a group's first warp says whether the group exists
-                store_mxfp8(spec, w, acc, factor, target + row * d, kv_heads * d, left, bytes_ + scale, left)
-            else:
-                store_bf16(spec, w, acc, factor, target + row * (2 * d), kv_heads * (2 * d), left)
+        if const_expr(spec.long):
+            self.add_earlier(w, dV, dv_factor, segments, scratch)
+            self.add_earlier(w, dK, dk_factor, segments, scratch + KEY_TILE * d * 4)
+            dv_factor, dk_factor = Float32(1.0), Float32(1.0)
+        if const_expr(spec.mxfp8):
+            sums = (
+                (dV, dv_factor, grads.dv + row * d, grads.dv_scale + scale),
+                (dK, dk_factor, grads.dk + row * d, grads.dk_scale + scale),
+            )
+            store_mxfp8(spec, w, sums, kv_heads * d, left)
+        else:
+            store_bf16(spec, w, dV, dv_factor, grads.dv + row * (2 * d), kv_heads * (2 * d), left)
+            store_bf16(spec, w, dK, dk_factor, grads.dk + row * (2 * d), kv_heads * (2 * d), left)
 
     @cute.jit
     def add_earlier(self, w, acc, factor, segments, scratch):

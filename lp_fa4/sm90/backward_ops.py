@@ -49,6 +49,11 @@ def absolute(x):
     return Float32(inline_ptx(T.f32(), [x], "abs.f32 $0, $1;", "=f,f"))
 
 
+def larger(a, b):
+    """The larger of two; NaN wins."""
+    return Float32(inline_ptx(T.f32(), [a, b], "max.NaN.f32 $0, $1, $2;", "=f,f,f"))
+
+
 def redux_max(x):
     """Largest of a warp's non-negative FP32 values, by integer order: a NaN wins."""
     return Int32(inline_ptx(T.i32(), [x], "{.reg .b32 v; mov.b32 v, $1; redux.sync.max.s32 $0, v, 0xffffffff;}", "=r,f", side_effects=True))

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, float_of, inverse_of_byte
 from lp_fa4.sm90.backward_layout import KEY_TILE
-from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, pinned, redux_max, shared_floats, strong_floats
+from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pinned, redux_max, shared_floats, strong_floats
 
 
 @cute.jit
@@ -63,16 +63,15 @@ def row_pitch(spec) -> int:
 
 
 @cute.jit
-def send_rows(spec, w, lane, rows: Int64, stride: Int32, left: Int32):
+def send_rows(spec, w, lane, staging, rows: Int64, stride: Int32, left: Int32):
     """Copy the staged rows that exist to global memory, whole sectors at a time. Bulk copies, one a row, occupied the unit that also brings
     the operands and takes dQ away."""
-    cute.arch.sync_warp()
     chunks = (row_pitch(spec) - 16) // 16
     at_once = 32 // chunks
     for i in cutlass.range_constexpr(16 // at_once):
         row = at_once * i + lane // chunks
         if row < left:
-            source = w.staging + row * row_pitch(spec) + 16 * (lane % chunks)
+            source = staging + row * row_pitch(spec) + 16 * (lane % chunks)
             text = "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d};}"
             effect([rows + Int64(row) * stride + 16 * (lane % chunks), source], text, "l,r")
 
@@ -87,49 +86,67 @@ def store_bf16(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32):
     for j in cutlass.range_constexpr(spec.head_dim // 16):
         words = [bf16x2(acc[8 * j + o] * factor, acc[8 * j + o + 1] * factor) for o in (0, 2, 4, 6)]
         effect([at + 32 * j, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
-    send_rows(spec, w, lane, rows, stride, left)
+    cute.arch.sync_warp()
+    send_rows(spec, w, lane, w.staging, rows, stride, left)
+
+
+def store_mxfp8(spec, w, sums, stride: Int32, left: Int32):
+    """Both gradients as E4M3 rows and E8M0 bytes. ``sums``: (accumulator, factor, address of this warp's rows, address of its blocks'
+    bytes) of each. The maximum of a 32 x 32 block is taken over two warps: one barrier for all. (The peaks of the item before are read:
+    every warp has taken its turn since.)"""
+    for i, (acc, _, _, _) in enumerate(sums):
+        block_peaks(spec, w, acc, i, left)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)
+    size = 16 * row_pitch(spec)
+    for i, (acc, factor, _, scales) in enumerate(sums):
+        encode_blocks(spec, w, acc, factor, i, w.staging + size * i, scales, left)
+    cute.arch.sync_warp()
+    for i, (_, _, rows, _) in enumerate(sums):
+        send_rows(spec, w, pinned(w.lane), w.staging + size * i, rows, stride, left)
 
 
 @cute.jit
-def store_mxfp8(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32, scales: Int64, groups: Int32):
-    """``acc * factor`` as E4M3 rows at ``rows`` and its E8M0 bytes at ``scales + column block`` (this warp's group of 32 keys; ``groups``:
-    0 if that group holds no key). The maximum of a block is taken over two warps."""
-    lane, blocks = pinned(w.lane), spec.head_dim // 32
-    for i in cutlass.range_constexpr(spec.head_dim // 2):
-        acc[i] = acc[i] * factor
-    for r in cutlass.range_constexpr(2):  # rows past the end carry garbage that must not reach the scale
-        keep = lane // 4 + 8 * r < left
-        for j in cutlass.range_constexpr(spec.head_dim // 8):
-            for c in cutlass.range_constexpr(2):
-                i = c + 2 * r + 4 * j
-                acc[i] = acc[i] if keep else Float32(0.0)
-    cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)  # the peaks of the tensor before are read
+def block_peaks(spec, w, acc, which: cutlass.Constexpr, left: Int32):
+    """Largest magnitude of this warp's half of each 32 x 32 block to shared memory; NaN wins. Zeroes the rows past the end, which carry
+    garbage."""
+    lane = pinned(w.lane)
+    if left < 16:
+        for r in cutlass.range_constexpr(2):
+            keep = lane // 4 + 8 * r < left
+            for j in cutlass.range_constexpr(spec.head_dim // 8):
+                for c in cutlass.range_constexpr(2):
+                    i = c + 2 * r + 4 * j
+                    acc[i] = acc[i] if keep else Float32(0.0)
+    blocks = spec.head_dim // 32
+    tops = [absolute(acc[16 * x]) for x in range(blocks)]
+    for i in cutlass.range_constexpr(1, 16):
+        tops = [larger(tops[x], absolute(acc[16 * x + i])) for x in range(blocks)]
     for x in cutlass.range_constexpr(blocks):
-        top = absolute(acc[16 * x])
-        peak = bits_of(top)
-        for i in cutlass.range_constexpr(1, 16):
-            peak = cutlass.max(peak, bits_of(absolute(acc[16 * x + i])))
-        peak = redux_max(float_of(peak))
+        peak = redux_max(tops[x])
         if lane == 0:
-            effect([w.block_peaks + 16 * w.warp + 4 * x, peak], "st.shared.b32 [$0], $1;", "r,r")
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)
-    pair = [shared_floats(w.block_peaks + 32 * (w.warp // 2) + 16 * i, blocks, 4 * blocks) for i in range(2)]
+            effect([w.block_peaks + 128 * which + 16 * w.warp + 4 * x, peak], "st.shared.b32 [$0], $1;", "r,r")
+
+
+@cute.jit
+def encode_blocks(spec, w, acc, factor, which: cutlass.Constexpr, staging, scales: Int64, left: Int32):
+    """Codes of ``acc * factor`` to the staging, the blocks' bytes to global memory."""
+    lane, blocks = pinned(w.lane), spec.head_dim // 32
+    pair = [shared_floats(w.block_peaks + 128 * which + 32 * (w.warp // 2) + 16 * i, blocks, 4 * blocks) for i in range(2)]
+    at = staging + lane // 4 * row_pitch(spec) + 2 * (lane % 4)
+    below = 8 * row_pitch(spec)
     for x in cutlass.range_constexpr(blocks):
-        byte = byte_of_amax_bits(cutlass.max(bits_of(pair[0][x]), bits_of(pair[1][x])))
-        inverse = inverse_of_byte(byte)
-        if lane == 0 and w.warp % 2 == 0 and groups > 0:
+        top = float_of(cutlass.max(bits_of(pair[0][x]), bits_of(pair[1][x])))
+        byte = byte_of_amax_bits(bits_of(top * factor))
+        inverse = inverse_of_byte(byte) * factor  # a power of two times the factor: rounds once, as two products would
+        if lane == 0 and w.warp % 2 == 0 and left > 0:
             effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
         for j in cutlass.range_constexpr(4):
             i = 16 * x + 4 * j
-            if byte == 255:
-                for k in cutlass.range_constexpr(4):
-                    acc[i + k] = Float32(0.0)
             word = e4m3x4(acc[i] * inverse, acc[i + 1] * inverse, acc[i + 2] * inverse, acc[i + 3] * inverse)
-            at = w.staging + lane // 4 * row_pitch(spec) + 32 * x + 8 * j + 2 * (lane % 4)
-            below = 8 * row_pitch(spec)
-            effect([at, word], f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; st.shared.b16 [$0], l; st.shared.b16 [$0 + {below}], h;}}", "r,r")
-    send_rows(spec, w, lane, rows, stride, left)
+            word = Int32(0) if byte == 255 else word
+            text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; st.shared.b16 [$0], l; st.shared.b16 [$0 + {below}], h;}}"
+            effect([at + (32 * x + 8 * j), word], text, "r,r")
 
 
 @cute.jit
