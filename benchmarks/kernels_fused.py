@@ -11,6 +11,7 @@ less than a product and a sum), Quack's RMSNorm backward or a compiled one, and 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -38,6 +39,19 @@ def bytes_of(tokens: int, columns: int, sequences: int) -> dict[str, float]:
     return {"input": first, "weight": second, "both": first + second}
 
 
+@lru_cache(maxsize=1)
+def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """RMSNorm backward as one would write it, compiled once for any number of rows."""
+
+    def norm(dxn: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        xhat, d = x.float() * rstd[:, None], dxn.float()
+        scaled = d * gain
+        dx = rstd[:, None] * (scaled - xhat * (scaled * xhat).mean(dim=1, keepdim=True))
+        return dx.to(torch.bfloat16), (d * xhat).sum(0)
+
+    return torch.compile(norm, dynamic=True)
+
+
 def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
     """The module's call: square blocks of dK and dV, static blocks of xn, a mean of dV per sequence."""
     from fused_ops import gemm_norm_backward
@@ -54,14 +68,6 @@ def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
     xn = codes(tokens, columns, (0, HEAD_DIM), offsets, -6)
     mean = torch.randn(sequences, columns, device=device)
     dk16, dv16, xn16 = (m.payload.to(torch.bfloat16) for m in (dk, dv, xn))
-
-    @torch.compile(dynamic=False)
-    def compiled_norm(dxn: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMSNorm backward as one would write it."""
-        xhat, d = x.float() * rstd[:, None], dxn.float()
-        scaled = d * gain
-        dx = rstd[:, None] * (scaled - xhat * (scaled * xhat).mean(dim=1, keepdim=True))
-        return dx.to(torch.bfloat16), (d * xhat).sum(0)
 
     def quack_norm() -> object:
         from quack.rmsnorm import rmsnorm_bwd
@@ -83,7 +89,7 @@ def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
         "  dx and norm alone": lambda: input_gradient(dk, dv, mean, w, x, gain, rstd, offsets, True, True),
         "  dW alone": lambda: weight_gradient(dk, xn, offsets),
         "BF16: cuBLAS, Quack norm": whole(quack_norm),
-        "BF16: cuBLAS, compiled norm": whole(lambda: compiled_norm(dv16, x, rstd, gain)),
+        "BF16: cuBLAS, compiled norm": whole(lambda: compiled_norm()(dv16, x, rstd, gain)),
         "  BF16 dv += dk w": product,
         "  BF16 Quack norm": quack_norm,
         "  BF16 dW": weight,
