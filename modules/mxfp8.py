@@ -24,7 +24,7 @@ from fused_ops.hadamard import rotate_rows
 from fused_ops.operands import Weight, split_e4m3, to_float
 from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
-from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
+from lp_fa4.mx import MXTensor, decode_scale, encode_scale, quantize_mx, scale_rows
 from lp_fa4.operator import custom_op
 from lp_fa4.ops import run_backward
 from lp_fa4.problem import AttentionProblem, ForwardResult
@@ -65,13 +65,31 @@ class _Projection(NamedTuple):
     exact: Tensor
 
 
-def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool) -> _Projection:
+def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool, backend: str) -> _Projection:
+    """In blocks as wide as a head unless scales are square: whoever multiplies adds up a whole block before its factor changes."""
     exact = rotate_rows(w, heads) if rotate else w.detach().to(torch.float32)
     if numerics.key_projection == "bf16":
         return _Projection(exact.to(torch.bfloat16), exact)
+    block = (32, 32) if numerics.scales == "square" else (32, w.shape[0] // heads)
+    if backend == "sm90" and block[1] in (64, 128) and w.shape[0] % 32 == 0:
+        high, value = _quantized_weight(exact, block)
+        return _Projection((high, _quantized_weight(exact - value, block)[0]) if numerics.key_projection == "e4m3x2" else high, exact)
     if numerics.key_projection == "e4m3x2":
-        return _Projection(split_e4m3(exact), exact)
-    return _Projection(quantize_mx(exact), exact)
+        return _Projection(split_e4m3(exact, block), exact)
+    return _Projection(quantize_mx(exact, block), exact)
+
+
+def _quantized_weight(w: Tensor, block: tuple[int, int]) -> tuple[MXTensor, Tensor]:
+    """``quantize_mx(w, block)`` and its value, by Hopper's quantize pass: the bytes of the definition in few launches."""
+    from lp_fa4.sm90.forward_host import equal_offsets
+    from lp_fa4.sm90.quantize import quantize
+
+    (rows, columns), (tokens, width) = w.shape, block
+    made, _, _ = quantize(w.view(rows, columns // width, width), equal_offsets(rows, 1, w.device), block=tokens)
+    scale = made.scale_bytes[: rows // tokens, :, 0]
+    factor = decode_scale(scale).repeat_interleave(tokens, 0)[..., None]
+    value = (made.payload.to(torch.float32) * factor).view(rows, columns)
+    return MXTensor.from_bytes(made.codes.view(rows, columns), scale, block), value
 
 
 def _backward_weight(projection: _Projection) -> Tensor:
@@ -115,7 +133,7 @@ def pma_attention(
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
     block = opts.block(head_dim)
-    projection = _projection(w_k, heads, opts, opts.rotates(head_dim))
+    projection = _projection(w_k, heads, opts, opts.rotates(head_dim), name)
 
     normed: Tensor | None = None
     mean = total = None
@@ -137,7 +155,7 @@ def pma_attention(
     k = project(projection).reshape_heads(heads)
     v, v_mean, v_sum = xn, mean, total
     if w_v is not None:
-        value_weight = _projection(w_v, heads, opts, False)
+        value_weight = _projection(w_v, heads, opts, False, name)
         v = project(value_weight)
         if mean is not None and total is not None:
             exact = to_float(value_weight.weight)
@@ -270,7 +288,7 @@ def pma_attention_backward(
     if opts.center:
         v_mean, v_sum = mean, total
         if w_v is not None:
-            exact = to_float(_projection(w_v, heads, opts, False).weight)
+            exact = to_float(_projection(w_v, heads, opts, False, name).weight)
             v_mean, v_sum = mean @ exact.t(), total @ exact.t()
         v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
     problem = AttentionProblem(
@@ -327,7 +345,7 @@ def _flow(
     mean = dv_mean if dv_mean.dim() == 2 else None
     if w_v is None:
         return dv, mean
-    exact = to_float(_projection(w_v, heads, opts, False).weight)
+    exact = to_float(_projection(w_v, heads, opts, False, backend).weight)
     through = None if mean is None else mean @ exact
     if backend == "reference":
         return to_float(dv) @ exact, through
