@@ -27,6 +27,7 @@ class GemmSpec:
     ``contracted``, ``columns``: K and N of ``x [T, K] @ w [N, K]^T``. ``form``: a key of ``FORMS``. ``x_tokens``, ``x_width``: the scale
     block of x, 0 tokens for static (0 columns: x has no scales). ``w_static``: one row of scales for all of w's rows, else one for 32.
     ``w_width``: K under one scale of w. ``block_tokens``, ``width``: block of the result. ``dense``: one sequence, no offsets.
+    ``turns``: the warpgroups multiply in turn, one's products beside the other's epilogue.
     """
 
     contracted: int
@@ -39,6 +40,7 @@ class GemmSpec:
     block_tokens: int
     width: int
     dense: bool
+    turns: bool = True
 
     @property
     def static(self) -> bool:

@@ -216,8 +216,9 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         group=2 * wg + cute.arch.make_warp_uniform(tid % 128 // 64),
         wg=wg,
     )
-    if wg == 0:
-        cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
+    if const_expr(spec.turns):  # noqa: SIM102 - one is decided at compile time
+        if wg == 0:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
     slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
     stage, phase = wg * (spec.steps % spec.stages), wg * (spec.steps // spec.stages % 2)
     cute.arch.mbarrier_wait(bars.w_full, 0)
@@ -227,18 +228,21 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * wg, item[4, slot] - 2 * wg
         at = Bundle(token=token + HALF * wg, end=end, limit=limit, row=row, region=region)
         total = cute.make_rmem_tensor(c.shape, Float32)
-        cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+        if const_expr(spec.turns):
+            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
         if const_expr(spec.scaled):
             partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(2)]
             stage, phase = multiply_scaled(spec, s, bars, c, total, partials, slot, stage, phase)
-            cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
+            if const_expr(spec.turns):
+                cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
             release(bars.empty + stage)
             last = spec.chunks * spec.parts - 1
             promote(spec, s, last, slot, c.group, partials[last % 2], total)
         else:
             stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
-            cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
+            if const_expr(spec.turns):
+                cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
             release(bars.empty + stage)
         release(bars.item_empty + slot)
