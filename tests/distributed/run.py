@@ -30,7 +30,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SCALING = "configs/module_scaling.yaml"
 WAIT = "DISTRIBUTED_WAIT"
-"""Environment: a file whose existence lets ``scaling`` begin, for when something else uses the machine meanwhile."""
+"""Environment: a file whose existence lets the cases begin. Until then every rank has compiled its kernels on a small batch and waits, so
+that something else can be timed on the machine meanwhile."""
 
 
 def join(rank: int, world: int, kind: str, folder: Path, number: int) -> None:
@@ -76,18 +77,27 @@ def worker(rank: int, world: int, kind: str, folder: Path, names: list[str]) -> 
             return checkpoint(context, new_world)
         return scaling(context) if name == "scaling" else CASES[name](context)
 
+    if gate := os.environ.get(WAIT):
+        values, offsets = context.batch([70, 0, 200], 0)
+        context.pma()(values.requires_grad_(), offsets).float().sum().backward()
+        print(f"rank {rank} is ready", file=sys.stderr, flush=True)
+        while not Path(gate).exists():
+            time.sleep(0.1)
     for name in names:
         (folder / f"at{rank}").write_text(name)
         begin = time.perf_counter()
+        failure = ""
         try:
             figures = one(name)
-        except BaseException:
-            (folder / f"error{rank}").write_text(f"{name}, rank {rank}:\n{traceback.format_exc()}")
-            os._exit(1)
+        except Exception:
+            failure, figures = f"{name}, rank {rank}:\n{traceback.format_exc()}", {}
+        (folder / f"status-{name}-{rank}").write_text(failure)
+        if not all_arrive(folder, name, world) or (failure and not dist.is_initialized()):
+            os._exit(1)  # the others are in a collective that this rank will not join, or there is no group left
         if kind == "cuda":
             torch.cuda.synchronize(device)
         dist.barrier()
-        if rank == 0:
+        if rank == 0 and not failure:
             figures["seconds of the case"] = round(time.perf_counter() - begin, 2)
             (folder / f"figures-{name}").write_text(json.dumps(figures))
             print(f"{name}: {figures}", file=sys.stderr, flush=True)
@@ -97,14 +107,22 @@ def worker(rank: int, world: int, kind: str, folder: Path, names: list[str]) -> 
     os._exit(0)  # without the interpreter's teardown, in which a thread of TorchRec's libraries aborts the process now and then
 
 
+def all_arrive(folder: Path, name: str, world: int, seconds: float = 75.0) -> bool:
+    """Whether every rank has ended a case, well or badly, within a time: then the next one can begin."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all((folder / f"status-{name}-{r}").exists() for r in range(world)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
 def scaling(context: Context) -> dict[str, Any]:
     """Weak scaling of the module's step, as ``python -m benchmarks module --world-size N`` measures it."""
     from benchmarks.config import load
     from benchmarks.module import ModuleConfig
     from benchmarks.scaling import measure, report
 
-    while (gate := os.environ.get(WAIT)) and not Path(gate).exists():
-        time.sleep(0.2)
     small = [] if context.device.type == "cuda" else ["dim=64", "heads=2", "seeds=3", "batch=4", "keys=[40]", "warmup=1", "rounds=2"]
     config = load(ModuleConfig, SCALING, [f"world_size={context.world}", f"device={context.device.type}", *small])
     rows = measure(config, context.rank, context.device)
@@ -114,8 +132,8 @@ def scaling(context: Context) -> dict[str, Any]:
 
 
 def run(kind: str, world: int, names: list[str], seconds: float, done: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Figures of every case. Raises ``AssertionError`` with a rank's traceback, or the case at which ranks hang; ``done`` then holds the
-    figures of the cases before it."""
+    """Figures of every case. Raises ``AssertionError`` with the tracebacks of all ranks, or the case at which they hang; ``done`` then
+    holds the figures of the cases that passed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         running = mp.spawn(worker, (world, kind, folder, names), nprocs=world, join=False)
@@ -124,9 +142,8 @@ def run(kind: str, world: int, names: list[str], seconds: float, done: dict[str,
             while not running.join(timeout=0.5):
                 places = [(folder / f"at{r}").read_text() if (folder / f"at{r}").exists() else "start" for r in range(world)]
                 assert time.monotonic() < deadline, f"not done after {seconds:g} s; ranks are at {places}"
-        except (AssertionError, mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-            texts = [(folder / f"error{r}").read_text() for r in range(world) if (folder / f"error{r}").exists()]
-            raise AssertionError("\n".join(texts) or str(error)) from None
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            assert any(folder.glob("status-*")), str(error)
         finally:
             for process in running.processes:
                 if process.is_alive():
@@ -134,6 +151,9 @@ def run(kind: str, world: int, names: list[str], seconds: float, done: dict[str,
             figures = {n: json.loads((folder / f"figures-{n}").read_text()) for n in names if (folder / f"figures-{n}").exists()}
             if done is not None:
                 done.update(figures)
+        failures = [text for file in sorted(folder.glob("status-*")) if (text := file.read_text())]
+        missing = [n for n in names if n not in figures]
+        assert not failures and not missing, "\n".join(failures) or f"no result of {', '.join(missing)}"
         return figures
 
 
