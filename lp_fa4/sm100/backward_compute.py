@@ -1,4 +1,4 @@
-"""Compute warps of the backward: P from scores, dS from P and dP, both to E4M3; dK and dV at a key tile's end (``backward_store``).
+"""Compute warps of the backward: P from scores, dS from P and dP, both to E4M3.
 
 Two warpgroups of four warps. A thread owns a row (key) and 64 queries: warpgroup 0 the first half of the query tile, 1 the second. With
 the statistics of each query (``backward_prepass``) and s = p_scale_log2::
@@ -20,8 +20,7 @@ from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte
 from lp_fa4.sm100.atoms import F8, SF_BYTES, load_columns, store_columns
 from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_plan import BLOCK_COLUMNS
-from lp_fa4.sm100.backward_store import store_gradients, store_zeros
-from lp_fa4.sm100.backward_work import block_amax, item_count, key_tile, key_tiles, query_step
+from lp_fa4.sm100.backward_work import block_amax, fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import arrive, arrive_tensor, wait, wait_tensor
 
 HALF = TILE // 2
@@ -48,11 +47,11 @@ def compute_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, group: Int
     count, step = item_count(args), Int32(cute.arch.grid_dim()[0])
     index = Int32(cute.arch.block_idx()[0])
     here = Place(kernel, bars, tmem + group * HALF, group, thread, cute.arch.make_warp_uniform(thread // 32), thread % 32)
-    turn, tiles = Int32(0), Int32(0)
+    turn = Int32(0)
     while index < count:
-        begin, end = key_tiles(args, index)
-        for n in cutlass.range(begin, end, unroll=1):
-            item = key_tile(spec, args, index, n)
+        entry = fetch(args, index)
+        for n in cutlass.range(entry.begin, entry.end, unroll=1):
+            item = key_tile(spec, args, entry, index, n)
             live = item.row + thread < item.keys
             if item.steps > 0:
                 for s in cutlass.range(item.steps, unroll=1):
@@ -70,11 +69,6 @@ def compute_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, group: Int
                     else:
                         query_tile(here, args, shared, now, now % stages, live, low, high, False)
                 turn += item.steps
-                wait_tensor(bars + kernel.barriers.dkv_full, tiles & 1)
-                store_gradients(kernel, args, tmem, item, group, thread, live)
-                tiles += 1
-            else:
-                store_zeros(kernel, args, item, group, thread, live)
         index += step
 
 

@@ -166,7 +166,7 @@ def run(
         share_powers(stats, batch)
     unit = p.softmax_scale * 2.0**-config.p_scale_backward_log2
     launch(
-        compile_main(arch, spec, backward_tuning(arch, spec), offsets_dtype),
+        compile_main(arch, spec, backward_tuning(arch, spec)),
         device,
         p.q.codes,
         p.k.codes,
@@ -182,7 +182,6 @@ def run(
         stats,
         items,
         total,
-        offsets_q,
         partial,
         dk,
         dv,

@@ -11,7 +11,7 @@ from torch import Tensor
 from lp_fa4.sm100.backward_config import TILE
 
 FIELDS = 8
-"""int32 fields: sequence, first key tile, end key tile, first key, keys, workspace row of the first query tile, queries, 0."""
+"""int32 fields: sequence, first key tile, end key tile, first key, keys, workspace row of the first query tile, queries, first row in q."""
 
 
 def item_capacity(tokens: int, batch: int, serial: bool) -> int:
@@ -25,30 +25,30 @@ def work_items(
     """Items int32 ``[capacity, 8]`` (``FIELDS``) and their number, int32 ``[1]``.
 
     Args:
-        offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same, read where ``queries`` a sequence is None. tokens: rows of k.
+        offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same (shared queries: zeros). queries: of a sequence, None where they are
+            jagged. tokens: rows of k.
     """
     batch, device = offsets_k.shape[0] - 1, offsets_k.device
     first_key = offsets_k[:-1].to(torch.int32)
     keys = offsets_k[1:].to(torch.int32) - first_key
     sequence = torch.arange(batch, dtype=torch.int32, device=device)
+    first_query = offsets_q[:-1].to(torch.int32)
     if queries is None:
-        first_query = offsets_q[:-1].to(torch.int32)
         rows = offsets_q[1:].to(torch.int32) - first_query
         tile_row = first_query // TILE + sequence
     else:
         rows = torch.full_like(first_key, queries)
         tile_row = sequence * -(-queries // TILE)
     tiles = (keys + (TILE - 1)) // TILE
-    zero = torch.zeros_like(sequence)
     if serial:
-        fields = torch.stack([sequence, zero, tiles, first_key, keys, tile_row, rows, zero], 1)
+        fields = torch.stack([sequence, torch.zeros_like(tiles), tiles, first_key, keys, tile_row, rows, first_query], 1)
         order = torch.argsort(tiles.to(torch.int64) * rows, descending=True, stable=True)
         return fields[order].contiguous(), torch.full((1,), batch, dtype=torch.int32, device=device)
     ends = torch.cumsum(tiles, 0, dtype=torch.int64)
     item = torch.arange(item_capacity(tokens, batch, serial), dtype=torch.int64, device=device)
     owner = torch.searchsorted(ends, item, right=True).clamp(max=batch - 1)
     tile = (item - (ends - tiles)[owner]).to(torch.int32)
-    columns = [x[owner] for x in (sequence, first_key, keys, tile_row, rows, zero)]
+    columns = [x[owner] for x in (sequence, first_key, keys, tile_row, rows, first_query)]
     fields = torch.stack([columns[0], tile, tile + 1, *columns[1:]], 1)
     if queries is None or causal:
         cost = (columns[4] + (TILE - 1)) // TILE

@@ -3,8 +3,8 @@
 ======  ==========================================  =====================
 warps   role                                        file
 ======  ==========================================  =====================
-0-7     P, dS; dK and dV at the end of a key tile   backward_compute.py, backward_store.py
-8-11    dQ to its sums                              backward_reduce.py
+0-7     P, dS                                       backward_compute.py
+8-11    dQ to its sums; dV, dK of a key tile        backward_reduce.py, backward_store.py
 12      five products, scales to tensor memory      backward_mma.py
 13      TMA                                         backward_load.py
 ======  ==========================================  =====================
@@ -43,7 +43,8 @@ class BackwardBarriers:
 
     ``kv_*``: two key tiles' K and V. ``q_*``, ``do_*``, ``stat_*``: ``stages`` query tiles. Once per query tile: ``s_full``, ``dp_full``,
     ``dq_full`` a product is there (MMA); ``s_read``, ``dp_read`` it is in registers, ``p_ready``, ``ds_ready`` codes are stored (8 compute
-    warps); ``dq_read`` dQ is in registers (4 reduction warps). Once per key tile: ``dkv_full``.
+    warps); ``dq_read`` dQ is in registers (4 reduction warps). Once per key tile: ``dkv_full`` dV and dK are complete
+    (MMA), ``dv_read``, ``dk_read`` they are in registers (4 reduction warps).
     """
 
     stages: int
@@ -52,7 +53,8 @@ class BackwardBarriers:
         sizes = [("kv_full", 2, 1), ("kv_empty", 2, 1)]
         sizes += [(name, self.stages, 1) for name in ("q_full", "q_empty", "do_full", "do_empty", "stat_full")]
         sizes += [("stat_empty", self.stages, 8), ("s_full", 1, 1), ("s_read", 1, 8), ("p_ready", 1, 8), ("dp_full", 1, 1)]
-        sizes += [("dp_read", 1, 8), ("ds_ready", 1, 8), ("dq_full", 1, 1), ("dq_read", 1, 4), ("dkv_full", 1, 1)]
+        sizes += [("dp_read", 1, 8), ("ds_ready", 1, 8), ("dq_full", 1, 1), ("dq_read", 1, 4)]
+        sizes += [("dkv_full", 1, 1), ("dv_read", 1, 4), ("dk_read", 1, 4)]
         places, at = {}, 0
         for name, many, arrivals in sizes:
             places[name] = (at, many, arrivals)
@@ -93,7 +95,6 @@ class Arguments(NamedTuple):
     stats: cute.Tensor
     items: cute.Tensor
     total: cute.Tensor
-    offsets_q: cute.Tensor
     dq: Int64
     dk: Int64
     dv: Int64
@@ -162,7 +163,6 @@ class Backward:
         stats: cute.Tensor,
         items: cute.Tensor,
         total: cute.Tensor,
-        offsets_q: cute.Tensor,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -208,7 +208,6 @@ class Backward:
             stats,
             items,
             total,
-            offsets_q,
             *[t.iterator.toint() for t in (dq, dk, dv, dk_scale, dv_scale)],
             kv_heads,
             replicas,
@@ -238,7 +237,6 @@ class Backward:
         stats: cute.Tensor,
         items: cute.Tensor,
         total: cute.Tensor,
-        offsets_q: cute.Tensor,
         dq: Int64,
         dk: Int64,
         dv: Int64,
@@ -253,7 +251,7 @@ class Backward:
         operands = (tma_q, q, tma_k, k, tma_v, v, tma_do, do)
         scales = (sf_q, sf_qt, sf_k, sf_kt, sf_v, sf_do, sf_dot)
         addresses = (dq, dk, dv, dk_scale, dv_scale)
-        args = Arguments(*operands, *scales, stats, items, total, offsets_q, *addresses, kv_heads, replicas, dq_rows, scale, dk_factor)
+        args = Arguments(*operands, *scales, stats, items, total, *addresses, kv_heads, replicas, dq_rows, scale, dk_factor)
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator()
@@ -310,10 +308,10 @@ class Backward:
 
 
 @kernel_cache
-def compile_main(arch: str, spec: BackwardSpec, tuning: BackwardTuning, offsets_dtype: str) -> Any:
+def compile_main(arch: str, spec: BackwardSpec, tuning: BackwardTuning) -> Any:
     """Compile one variant. No tensor, no length. Arguments at launch after those of :meth:`Backward.__call__`'s operands:
 
-    stats: fp32 ``[tile rows, H, stats * 128]``; items: int32 ``[n, 8]``, total: int32 ``[1]`` (``backward_items``); offsets_q: ``[B + 1]``;
+    stats: fp32 ``[tile rows, H, stats * 128]``; items: int32 ``[n, 8]``, total: int32 ``[1]`` (``backward_items``);
     dq: fp32 or fp16 ``[rows, H, 128 * D]``, zeroed, of ``replicas`` buffers of ``dq_rows`` rows where queries are shared; dk, dv: bf16 or
     uint8 ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]``.
     """
@@ -332,7 +330,6 @@ def compile_main(arch: str, spec: BackwardSpec, tuning: BackwardTuning, offsets_
         fake("float32", (symbol(), heads, spec.stats * TILE), compact=True),
         fake("int32", (symbol(), 8), compact=True),
         fake("int32", (1,), align=4),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
         fake("float16" if spec.dq_half else "float32", (symbol(), heads, TILE * d), compact=True),
         grad(),
         grad(),

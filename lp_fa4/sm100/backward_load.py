@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm100.atoms import SF_BYTES, load_scales
 from lp_fa4.sm100.backward_config import TILE
-from lp_fa4.sm100.backward_work import item_count, key_tile, key_tiles, query_step
+from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import wait
 
 
@@ -23,9 +23,9 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
     index = Int32(cute.arch.block_idx()[0])
     turn, tiles = Int32(0), Int32(0)
     while index < count:
-        begin, end = key_tiles(args, index)
-        for n in cutlass.range(begin, end, unroll=1):
-            item = key_tile(spec, args, index, n)
+        entry = fetch(args, index)
+        for n in cutlass.range(entry.begin, entry.end, unroll=1):
+            item = key_tile(spec, args, entry, index, n)
             if item.steps > 0:
                 load_keys(kernel, args, shared, bars, item, tiles)
                 for s in cutlass.range(item.steps, unroll=1):

@@ -16,7 +16,7 @@ from lp_fa4.sm100.atoms import copy_scales
 from lp_fa4.sm100.backward_atoms import BLOCKS, product
 from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_plan import DS_ATOMS_K, DS_ATOMS_Q
-from lp_fa4.sm100.backward_work import item_count, key_tile, key_tiles, query_step
+from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import commit, tensor_fence, wait, wait_tensor
 
 
@@ -28,9 +28,9 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
     index = Int32(cute.arch.block_idx()[0])
     turn, tiles = Int32(0), Int32(0)
     while index < count:
-        begin, end = key_tiles(args, index)
-        for n in cutlass.range(begin, end, unroll=1):
-            item = key_tile(spec, args, index, n)
+        entry = fetch(args, index)
+        for n in cutlass.range(entry.begin, entry.end, unroll=1):
+            item = key_tile(spec, args, entry, index, n)
             if item.steps > 0:
                 buffer, keys = tiles & 1, item.keys - item.row
                 wait_tensor(bars + bar.kv_full + buffer, tiles >> 1 & 1)
@@ -47,6 +47,8 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                     if s > 0:
                         _, tile = query_step(spec, item, s - 1)
                         await_warps(bars + bar.ds_ready, last)
+                        if s == 1 and tiles > 0:
+                            await_warps(bars + bar.dk_read, tiles - 1 & 1)
                         key_gradient(kernel, shared, tmem, past, s > 1, item.queries - tile * TILE)
                         commit(bars + bar.q_empty + past)
                     await_warps(bars + bar.s_read, now & 1)
@@ -58,12 +60,16 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                     probabilities_gradient(kernel, shared, bars, tmem, buffer, stage)
                     _, tile = query_step(spec, item, s)
                     await_warps(bars + bar.p_ready, now & 1)
+                    if s == 0 and tiles > 0:
+                        await_warps(bars + bar.dv_read, tiles - 1 & 1)
                     value_gradient(kernel, shared, tmem, stage, s > 0, item.queries - tile * TILE)
                     commit(bars + bar.do_empty + stage)
                 turn += item.steps
                 stage, last = (turn - 1) % stages, (turn - 1) & 1
                 _, tile = query_step(spec, item, item.steps - 1)
                 await_warps(bars + bar.ds_ready, last)
+                if item.steps == 1 and tiles > 0:
+                    await_warps(bars + bar.dk_read, tiles - 1 & 1)
                 key_gradient(kernel, shared, tmem, stage, item.steps > 1, item.queries - tile * TILE)
                 commit(bars + bar.dkv_full)
                 commit(bars + bar.q_empty + stage)

@@ -1,4 +1,5 @@
-"""Reduction warps of the backward: dQ of every query tile from tensor memory to its sums in global memory, by bulk reductions.
+"""Reduction warps of the backward: dQ of every query tile from tensor memory to its sums in global memory, by bulk reductions; dV and dK at
+a key tile's end (``backward_store``).
 
 Four warps; a thread owns a query's row. A warp stages 32 rows by 32 columns and sends them with one bulk reduction. Every such piece of a
 tile has a buffer of its own, so tensor memory is drained without a wait for reductions of the same tile, and warps never wait for one
@@ -11,7 +12,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from lp_fa4.sm100.atoms import load_columns
 from lp_fa4.sm100.backward_config import DQ_COLUMNS, STAT_POWER, TILE
-from lp_fa4.sm100.backward_work import dq_row, effect, f16x2, item_count, key_tile, key_tiles, query_step
+from lp_fa4.sm100.backward_store import store_gradients, store_zeros
+from lp_fa4.sm100.backward_work import dq_row, effect, f16x2, fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import arrive_tensor, wait_tensor
 
 
@@ -37,11 +39,11 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
     image = TILE * spec.head_dim * size
     add = "add.noftz.f16" if spec.dq_half else "add.f32"
     heads = args.kv_heads * spec.group
-    turn = Int32(0)
+    turn, tiles = Int32(0), Int32(0)
     while index < count:
-        begin, end = key_tiles(args, index)
-        for n in cutlass.range(begin, end, unroll=1):
-            item = key_tile(spec, args, index, n)
+        entry = fetch(args, index)
+        for n in cutlass.range(entry.begin, entry.end, unroll=1):
+            item = key_tile(spec, args, entry, index, n)
             if const_expr(spec.deterministic):
                 if lane == 0:
                     cute.arch.cp_async_bulk_wait_group(0)
@@ -81,6 +83,12 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
                         )
                         cute.arch.cp_async_bulk_commit_group()
             turn += item.steps
+            if item.steps > 0:
+                wait_tensor(bars + bar.dkv_full, tiles & 1)
+                store_gradients(kernel, args, bars, tmem, item, thread)
+                tiles += 1
+            else:
+                store_zeros(kernel, args, item, thread)
         index += step
     if lane == 0:
         cute.arch.cp_async_bulk_wait_group(0)

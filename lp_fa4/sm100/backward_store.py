@@ -1,4 +1,5 @@
-"""dK and dV of a key tile from tensor memory to global memory, BF16 or MXFP8. Warpgroup 0 writes dV, 1 dK; a thread owns a row."""
+"""dK and dV of a key tile from tensor memory to global memory, BF16 or MXFP8. The reduction warps do it, under the
+products of the next key tile; a thread owns a row (key)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,22 +8,23 @@ from cutlass import Float32, Int32, Int64, const_expr
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte
 from lp_fa4.sm100.atoms import load_columns
 from lp_fa4.sm100.backward_work import bf16x2, block_amax, effect
+from lp_fa4.sm100.sync import arrive_tensor
 
 BLOCK = 32
 
 
 @cute.jit
-def store_gradients(kernel: cutlass.Constexpr, args, tmem, item, group: Int32, thread: Int32, live):
-    """Read the accumulators and write the rows that exist."""
-    if group == 0:
-        store(kernel, args.dv, args.dv_scale, args, tmem, "dV", Float32(1.0), item, thread, live)
-    else:
-        store(kernel, args.dk, args.dk_scale, args, tmem, "dK", args.dk_factor, item, thread, live)
+def store_gradients(kernel: cutlass.Constexpr, args, bars, tmem, item, thread: Int32):
+    """Read dV, then dK, and write the rows that exist. Each may be overwritten as soon as it is in registers: dV is wanted first."""
+    bar = kernel.barriers
+    live = item.row + thread < item.keys
+    store(kernel, args.dv, args.dv_scale, args, tmem, "dV", Float32(1.0), item, thread, live, bars + bar.dv_read)
+    store(kernel, args.dk, args.dk_scale, args, tmem, "dK", args.dk_factor, item, thread, live, bars + bar.dk_read)
 
 
 @cute.jit
-def store(kernel: cutlass.Constexpr, target, scales, args, tmem, name: cutlass.Constexpr, factor, item, thread, live):
-    """One gradient, 32 columns at a time, times ``factor``."""
+def store(kernel: cutlass.Constexpr, target, scales, args, tmem, name: cutlass.Constexpr, factor, item, thread, live, barrier):
+    """One gradient, 32 columns at a time, times ``factor``; ``barrier``: it has been read."""
     spec = kernel.spec
     size = 1 if spec.mxfp8 else 2
     row = row_address(target, args, item, thread, spec.head_dim * size)
@@ -30,6 +32,8 @@ def store(kernel: cutlass.Constexpr, target, scales, args, tmem, name: cutlass.C
     for c in cutlass.range_constexpr(spec.head_dim // BLOCK):
         values = load_columns(tmem, kernel.plan[name].start + c * BLOCK, BLOCK, thread)
         cute.arch.fence_view_async_tmem_load()
+        if const_expr(c == spec.head_dim // BLOCK - 1):
+            arrive_tensor(barrier)
         for i in cutlass.range_constexpr(BLOCK):
             values[i] = values[i] * factor
         words = cute.make_rmem_tensor(BLOCK * size // 4, Int32)
@@ -52,15 +56,14 @@ def store(kernel: cutlass.Constexpr, target, scales, args, tmem, name: cutlass.C
 
 
 @cute.jit
-def store_zeros(kernel: cutlass.Constexpr, args, item, group: Int32, thread: Int32, live):
-    """dV or dK of a key tile that no query sees."""
-    spec = kernel.spec
-    size = spec.head_dim * (1 if spec.mxfp8 else 2)
-    base = args.dv if group == 0 else args.dk
-    row = row_address(base, args, item, thread, size)
-    if live:
-        for i in cutlass.range_constexpr(size // 16):
-            effect([row + 16 * i], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
+def store_zeros(kernel: cutlass.Constexpr, args, item, thread: Int32):
+    """dV and dK of a key tile that no query sees."""
+    size = kernel.spec.head_dim * (1 if kernel.spec.mxfp8 else 2)
+    if item.row + thread < item.keys:
+        for base in (args.dv, args.dk):
+            row = row_address(base, args, item, thread, size)
+            for i in cutlass.range_constexpr(size // 16):
+                effect([row + 16 * i], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
 
 
 @cute.jit

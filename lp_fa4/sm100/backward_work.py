@@ -31,6 +31,19 @@ class KeyTile(NamedTuple):
     steps: Int32
 
 
+class Item(NamedTuple):
+    """A record of the work list: key tiles ``begin`` to ``end`` of a sequence."""
+
+    sequence: Int32
+    begin: Int32
+    end: Int32
+    first_key: Int32
+    keys: Int32
+    tile_row: Int32
+    queries: Int32
+    first_query: Int32
+
+
 @cute.jit
 def item_count(args):
     """Items of all key/value heads."""
@@ -38,39 +51,35 @@ def item_count(args):
 
 
 @cute.jit
-def key_tiles(args, index: Int32):
-    """First and end key tile of item ``index``."""
-    entry = index // args.kv_heads
-    return args.items[entry, 1], args.items[entry, 2]
+def fetch(args, index: Int32):
+    """Item ``index``. The load warp runs ahead, so the other roles find the record in the first-level cache."""
+    record = cute.make_rmem_tensor(8, Int32)
+    cute.autovec_copy(args.items[index // args.kv_heads, None], record)
+    return Item(*[record[i] for i in range(8)])
 
 
 @cute.jit
-def key_tile(spec: cutlass.Constexpr, args, index: Int32, tile: Int32):
-    """Key tile ``tile`` of item ``index``."""
-    entry, head = index // args.kv_heads, index % args.kv_heads
-    record = cute.make_rmem_tensor(8, Int32)
-    cute.autovec_copy(args.items[entry, None], record)
-    sequence, first_key, keys, tile_row, queries = record[0], record[3], record[4], record[5], record[6]
-    first_query = Int32(args.offsets_q[sequence])
-    first_row = first_query
+def key_tile(spec: cutlass.Constexpr, args, item: Item, index: Int32, tile: Int32):
+    """Key tile ``tile`` of ``item``, which is number ``index``."""
+    first_row = item.first_query
     if const_expr(spec.shared):
-        first_query, first_row = Int32(0), sequence * queries
+        first_row = item.sequence * item.queries
     row = tile * TILE
-    tiles = (queries + (TILE - 1)) // TILE
+    tiles = (item.queries + (TILE - 1)) // TILE
     first = Int32(0)
     if const_expr(spec.causal):
-        first = cutlass.min(cutlass.max(row - keys + queries, 0) // TILE, tiles)
+        first = cutlass.min(cutlass.max(row - item.keys + item.queries, 0) // TILE, tiles)
     per = tiles - first
     return KeyTile(
-        sequence,
-        head,
+        item.sequence,
+        index % args.kv_heads,
         tile,
         row,
-        first_key,
-        keys,
-        tile_row,
-        queries,
-        first_query,
+        item.first_key,
+        item.keys,
+        item.tile_row,
+        item.queries,
+        item.first_query,
         first_row,
         first,
         per,

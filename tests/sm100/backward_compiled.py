@@ -29,7 +29,7 @@ def compile_variant(arch: str, name: str, folder: Path) -> dict:
     spec = BackwardSpec(**VARIANTS[name])
     tuning = backward_tuning(arch, spec)
     before = set(folder.glob("*.cubin"))
-    compile_main(arch, spec, tuning, "int32")
+    compile_main(arch, spec, tuning)
     (cubin,) = set(folder.glob("*.cubin")) - before
     report = inspect(cubin)
     if keep := os.environ.get("KEEP_CUBIN"):
