@@ -8,6 +8,7 @@ from torch import Tensor
 from fused_ops.backend import choose
 from fused_ops.gemm_quantize import reference
 from fused_ops.gemm_quantize.config import blackwell_spec_of, spec_of
+from fused_ops.gemm_quantize.weights import bound_factor
 from fused_ops.operands import Matrix, Weight, check_device, check_matrix, flatten, unflatten
 from fused_ops.scale_layout.interface import scatter_scales_op, sf_shape
 from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
@@ -74,8 +75,7 @@ def projection_exponent(norm_weight: Tensor, w: Tensor, width: int, *, centred: 
     """
     scaled = w.detach().to(torch.float32) * norm_weight.detach().to(torch.float32)
     bound = torch.linalg.vector_norm(scaled, dim=1).reshape(-1, width).amax(dim=1)
-    rounded = (1 + 1 / 16) ** 2  # both operands may have been rounded to E4M3
-    return encode_scale(bound * (w.shape[1] ** 0.5 * (2 if centred else 1) * rounded)).to(torch.int32) - 127
+    return encode_scale(bound * bound_factor(w.shape[1], centred)).to(torch.int32) - 127
 
 
 def _checked(x: Matrix, w: Weight, block: tuple[int, int], offsets: Tensor | None, exponent: int | Tensor | None) -> Tensor | None:

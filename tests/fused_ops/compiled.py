@@ -67,6 +67,12 @@ def main(arch: str, names: list[str]) -> None:
         variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384, 128)
         variants["mean of wide rows"] = lambda: _compile_norm_mean(arch, "int32", "bfloat16", "float32", 4096)
         variants["bound"] = lambda: _compile_norm_bound(arch, "float32", 384, 128)
+        from fused_ops.gemm_quantize.weights import WeightSpec
+        from fused_ops.gemm_quantize.weights_kernel import _compile_projection_bound, _compile_projection_weight
+
+        spec_of_weight = WeightSpec(384, 128, "e4m3x2", 128, True, "float32", "float32")
+        variants["weight"] = lambda: _compile_projection_weight(arch, spec_of_weight)
+        variants["bound of a weight"] = lambda: _compile_projection_bound(arch, 128, 12)
         if arch == "sm_90a":
             from fused_ops.gemm_quantize.config import GemmSpec
             from fused_ops.gemm_quantize.sm90 import _compile_gemm_quantize

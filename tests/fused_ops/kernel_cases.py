@@ -276,3 +276,44 @@ def scatter(
         assert torch.equal(got[1], layout.gather_scales(want, tokens, columns, offsets, axis))
 
     return Case(f"scatter_scales {lengths or tokens} {columns} axis={axis} {block}", arch, None, call, verify)
+
+
+def weight(
+    arch: str,
+    heads: int,
+    rows: int,
+    columns: int,
+    *,
+    form: str = "e4m3x2",
+    width: int = 32,
+    rotate: bool = True,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Case:
+    """A projection's weight against the plain form: bytes where nothing is rotated, else all but codes beside a rounding boundary."""
+    poison()
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(heads * rows, columns, generator=generator) * torch.exp2(torch.randint(-3, 4, (heads * rows, 1), generator=generator))
+    w, gain = w.to(getattr(torch, dtype)), torch.rand(columns, generator=generator) + 0.5
+
+    def call():
+        from fused_ops.gemm_quantize import weights_kernel
+
+        with host(arch):
+            return weights_kernel.projection_weight(w, gain, heads, form, width, rotate, True)
+
+    def verify(got) -> None:
+        from fused_ops.gemm_quantize import weights
+
+        wanted, exponent = weights.reference(w, gain, heads, form, (32, width), rotate, True)
+        assert torch.equal(got[2], exponent)
+        if isinstance(wanted, Tensor):
+            assert float((got[0][0] != wanted).float().mean()) <= (0.01 if rotate else 0.0)
+            return
+        pairs = [wanted] if isinstance(wanted, MXTensor) else list(wanted)
+        apart = [float((codes != part.codes).float().mean()) for codes, part in zip(got[0], pairs, strict=True)]
+        assert apart[0] <= (1e-3 if rotate else 0.0) and sum(apart) <= (0.05 if rotate else 0.0), apart
+        mine = sum(MXTensor.from_bytes(c, s, (32, width)).dequantize() for c, s in zip(got[0], got[1], strict=True))
+        torch.testing.assert_close(mine, to_float(wanted), rtol=2**-7, atol=float(to_float(wanted).abs().max()) * 2**-18)
+
+    return Case(f"projection_weight {heads}x{rows}x{columns} {form} {width} {rotate}", arch, None, call, verify)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from fused_ops import gemm_quantize, gemm_quantize_scatter, scatter_scales
+from fused_ops import gemm_quantize, gemm_quantize_scatter, projection_weight, scatter_scales
 from fused_ops.gemm_quantize.interface import gemm_quantize_op, projection_exponent
-from fused_ops.operands import flatten, split_e4m3
+from fused_ops.hadamard import rotate_rows
+from fused_ops.operands import flatten, split_e4m3, to_float
 from lp_fa4.mx import quantize_mx
 from tests.conftest import offsets_of
 from tests.fused_ops.common import assert_same_bytes, db, hostile, rows_of
@@ -107,6 +108,21 @@ def test_with_swizzled_scales(axes):
         assert axis not in axes or torch.equal(atoms[axis], scatter_scales(got, axis))
     with pytest.raises(ValueError, match=r"axes is \(2,\)"):
         gemm_quantize_scatter(x8, w, axes=(2,))
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_weight_in_every_form(rotate):
+    """hi + lo adds up to the weight to 55 dB, BF16 to its own; the bound is that of the exact weight."""
+    w, gain = torch.randn(128, 96), torch.rand(96) + 0.5
+    exact = rotate_rows(w, 2) if rotate else w
+    for form, block, floor in (("e4m3x2", (32, 32), 55), ("e4m3x2", (32, 96), 50), ("bf16", (32, 32), 50), ("e4m3", (32, 32), 28)):
+        made, exponent = projection_weight(w, gain, 2, form, block, rotate=rotate, centred=True)
+        assert db(to_float(made), exact) > floor
+        assert torch.equal(exponent, projection_exponent(gain, exact, 64, centred=True))
+    with pytest.raises(ValueError, match="form is 'fp4'"):
+        projection_weight(w, gain, 2, "fp4")
+    with pytest.raises(ValueError, match="heads 3"):
+        projection_weight(w, gain, 3, "bf16")
 
 
 def test_operator():

@@ -46,6 +46,13 @@ PRODUCTS = {
 """``axes``: swizzled scales that Blackwell's epilogue writes too."""
 
 
+WEIGHTS = {
+    "pair, rotated": dict(heads=2, rows=64, columns=160, width=32),
+    "pair, a block of 128 columns": dict(heads=1, rows=32, columns=256, width=128, rotate=False, dtype="bfloat16"),
+    "BF16": dict(heads=1, rows=64, columns=32, form="bf16"),
+}
+
+
 @pytest.fixture(scope="module", params=ARCHS)
 def worker(request):
     made = Worker(request.param)
@@ -72,6 +79,11 @@ def test_scatter(worker, name, axis):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product(worker, name):
     check(worker, "gemm", PRODUCTS[name])
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weight(worker, name):
+    check(worker, "weight", WEIGHTS[name])
 
 
 def test_nothing_is_launched_for_nothing(worker):

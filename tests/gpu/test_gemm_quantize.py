@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fused_ops import gemm_quantize, rmsnorm_center_quantize
+from fused_ops import gemm_quantize, projection_weight, rmsnorm_center_quantize
 from fused_ops.gemm_quantize.interface import projection_exponent
-from fused_ops.operands import split_e4m3
+from fused_ops.hadamard import rotate_rows
+from fused_ops.operands import split_e4m3, to_float
 from lp_fa4.mx import MXTensor, quantize_mx
 from tests.fused_ops.kernel_cases import check_product, operands
 from tests.gpu.problems import DEVICE, offsets_of, poison
@@ -132,6 +133,25 @@ def test_the_modules_projection_and_a_graph():
     offsets.copy_(offsets_of([0, 300, 1, 60]))
     graph.replay()
     assert check_product(xn, pair, (0, 128), offsets, exponent, got.codes, got.scale_bytes) <= APART
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("form", ["e4m3x2", "e4m3", "bf16"])
+def test_weight(form, rotate):
+    """The device's transform adds up in another order than a product with the matrix: a few codes differ, their sums do not."""
+    w, gain = torch.randn(384, 384, device=DEVICE) / 20, torch.rand(384, device=DEVICE) + 0.5
+    poison()
+    (mine, bound), (theirs, wanted) = (
+        projection_weight(w, gain, 3, form, (32, 128), rotate=rotate, centred=True, backend=b) for b in ("sm90", "reference")
+    )
+    assert torch.equal(bound, wanted)
+    exact = rotate_rows(w, 3) if rotate else w
+    for part in (mine, theirs):
+        error = (to_float(part) - exact).norm() / exact.norm()
+        assert float(error) < {"e4m3x2": 4e-3, "bf16": 3e-3, "e4m3": 4e-2}[form]
+    if not rotate and form != "bf16":
+        for a, b in zip(*((m if isinstance(m, tuple) else (m,)) for m in (mine, theirs)), strict=True):
+            assert torch.equal(a.codes, b.codes) and torch.equal(a.scale_bytes, b.scale_bytes)
 
 
 def test_what_no_kernel_serves_is_said():
