@@ -85,7 +85,7 @@ def _quantized_weight(w: Tensor, block: tuple[int, int]) -> tuple[MXTensor, Tens
     from lp_fa4.sm90.quantize import quantize
 
     (rows, columns), (tokens, width) = w.shape, block
-    made, _, _ = quantize(w.view(rows, columns // width, width), equal_offsets(rows, 1, w.device), block=tokens)
+    made, _, _ = quantize(w.reshape(rows, columns // width, width), equal_offsets(rows, 1, w.device), block=tokens)
     scale = made.scale_bytes[: rows // tokens, :, 0]
     factor = decode_scale(scale).repeat_interleave(tokens, 0)[..., None]
     value = (made.payload.to(torch.float32) * factor).view(rows, columns)
