@@ -1,7 +1,7 @@
 """A projection's weight as its kernel reads it, from one small kernel: rotated, split or rounded, and the bound of its product's exponents.
 
     exact  = R w                     per head; R = Hadamard / sqrt(D), or w itself
-    hi, lo = MX(exact), MX(exact - hi)      or MX(exact), or BF16(exact)
+    hi, lo = MX(exact), MX(exact - hi)      or MX(exact); BF16(exact) always, which the backward reads
     bytes  = E8M0 of  max over a head's rows of |gain * exact_j| * factor        (``interface.projection_exponent``)
 
 A CTA holds a head's rows of 128 columns, a column a thread, so the transform is butterflies within registers; a second kernel adds a row's
@@ -9,6 +9,7 @@ squares over the CTAs, in order. What differs from the plain PyTorch form (:func
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,20 +42,29 @@ class WeightSpec:
         return -(-self.columns // 128)
 
 
+class ProjectionWeight(NamedTuple):
+    """``weight``: as ``gemm_quantize`` reads it. ``exponent``: int32 ``[heads]``. ``rounded``: BF16 of the exact weight ``[N, C]``."""
+
+    weight: Weight
+    exponent: Tensor
+    rounded: Tensor
+
+
 def bound_factor(columns: int, centred: bool) -> float:
     """What a row's norm is multiplied by: ``|x * rstd| <= sqrt(C)``, twice that when the rows were centred, and both operands may have
     been rounded to E4M3."""
     return columns**0.5 * (2 if centred else 1) * (1 + 1 / 16) ** 2
 
 
-def reference(w: Tensor, gain: Tensor, heads: int, form: str, block: tuple[int, int], rotate: bool, centred: bool) -> tuple[Weight, Tensor]:
-    """See the module's docstring: the weight, and scale bytes minus 127, int32 ``[heads]``."""
+def reference(w: Tensor, gain: Tensor, heads: int, form: str, block: tuple[int, int], rotate: bool, centred: bool) -> ProjectionWeight:
+    """See the module's docstring; exponents are its scale bytes minus 127."""
     exact = rotate_rows(w, heads) if rotate else w.detach().to(torch.float32)
     norms = torch.linalg.vector_norm(exact * gain.detach().to(torch.float32), dim=1).reshape(heads, -1).amax(dim=1)
     exponent = encode_scale(norms * bound_factor(w.shape[1], centred)).to(torch.int32) - 127
+    rounded = exact.to(torch.bfloat16)
     if form == "bf16":
-        return exact.to(torch.bfloat16), exponent
-    return (split_e4m3(exact, block) if form == "e4m3x2" else quantize_mx(exact, block)), exponent
+        return ProjectionWeight(rounded, exponent, rounded)
+    return ProjectionWeight(split_e4m3(exact, block) if form == "e4m3x2" else quantize_mx(exact, block), exponent, rounded)
 
 
 def unsupported(w: Tensor, gain: Tensor, heads: int, block: tuple[int, int]) -> str:
@@ -78,7 +88,7 @@ def projection_weight(
     rotate: bool = False,
     centred: bool = False,
     backend: str = "auto",
-) -> tuple[Weight, Tensor]:
+) -> ProjectionWeight:
     """``w [heads * D, C]`` as ``gemm_quantize`` reads it, and the exponents that bound its product with an RMSNorm's output.
 
     Args:
@@ -86,8 +96,6 @@ def projection_weight(
         form: ``"e4m3"``, ``"e4m3x2"`` (a pair hi + lo) or ``"bf16"``; ``block``: of the scales, where there are any.
         rotate: apply the Hadamard matrix to each head's rows. ``centred``: the norm's output had its mean taken away.
         backend: ``"auto"``, ``"reference"``, ``"sm90"`` or ``"sm100"``; they differ in the order of FP32 sums.
-
-    Returns: the weight (MXTensor, pair or BF16 tensor), int32 ``[heads]``.
 
     Raises: ``ValueError`` naming argument, value and what is allowed.
     """
@@ -99,8 +107,8 @@ def projection_weight(
         return reference(w, gain, heads, form, block, rotate, centred)
     from fused_ops.gemm_quantize import weights_kernel
 
-    parts, scales, exponent = weights_kernel.projection_weight(w.detach(), gain.detach(), heads, form, block[1], rotate, centred)
+    rounded, parts, scales, exponent = weights_kernel.projection_weight(w.detach(), gain.detach(), heads, form, block[1], rotate, centred)
     if form == "bf16":
-        return parts[0], exponent
+        return ProjectionWeight(rounded, exponent, rounded)
     made = [MXTensor.from_bytes(codes, scale, block) for codes, scale in zip(parts, scales, strict=True)]
-    return (made[0] if form == "e4m3" else (made[0], made[1])), exponent
+    return ProjectionWeight(made[0] if form == "e4m3" else (made[0], made[1]), exponent, rounded)

@@ -33,6 +33,7 @@ class ProjectionWeight:
         self,
         w: cute.Tensor,
         gain: cute.Tensor,
+        rounded: cute.Tensor,
         first: cute.Tensor,
         second: cute.Tensor,
         first_scale: cute.Tensor,
@@ -41,7 +42,7 @@ class ProjectionWeight:
         heads: Int32,
         stream,
     ):
-        self.kernel(w, gain, first, second, first_scale, second_scale, squares).launch(
+        self.kernel(w, gain, rounded, first, second, first_scale, second_scale, squares).launch(
             grid=[heads, self.spec.chunks, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -50,6 +51,7 @@ class ProjectionWeight:
         self,
         w: cute.Tensor,
         gain: cute.Tensor,
+        rounded: cute.Tensor,
         first: cute.Tensor,
         second: cute.Tensor,
         first_scale: cute.Tensor,
@@ -80,11 +82,10 @@ class ProjectionWeight:
                 square = square + cute.arch.shuffle_sync_bfly(square, offset=1 << i)
             if lane == r % 32:
                 squares[row0 + r, chunk * WARPS + warp] = square
-        if const_expr(spec.form == "bf16"):
-            for r in cutlass.range_constexpr(spec.rows):
-                if within:
-                    first[row0 + r, column] = values[r].to(BFloat16)
-        else:
+        for r in cutlass.range_constexpr(spec.rows):
+            if within:
+                rounded[row0 + r, column] = values[r].to(BFloat16)
+        if const_expr(spec.form != "bf16"):
             self.quantize(values, maxima, 0, row0, column, within, first, first_scale)
             if const_expr(spec.form == "e4m3x2"):
                 self.quantize(values, maxima, 1, row0, column, within, second, second_scale)
@@ -165,15 +166,16 @@ class Bound:
 def _compile_projection_weight(arch: str, spec: WeightSpec):
     rows, columns = symbol(), spec.columns
     bf16, pair = spec.form == "bf16", spec.form == "e4m3x2"
-    codes = fake("bfloat16" if bf16 else "uint8", (symbol(), columns), align=2 if bf16 else 1, compact=True)
+    codes = [fake("uint8", (symbol(), columns), align=1, compact=True) for _ in range(2)]
     scale = [fake("uint8", (symbol(), columns // spec.width), align=1, compact=True) for _ in range(2)]
     return build(
         arch,
         ProjectionWeight(spec),
         fake(spec.dtype, (rows, columns), align=2),
         fake(spec.gain_dtype, (columns,), align=2),
-        codes,
-        fake("uint8", (symbol(), columns), align=1, compact=True) if pair else None,
+        fake("bfloat16", (symbol(), columns), align=2, compact=True),
+        None if bf16 else codes[0],
+        codes[1] if pair else None,
         None if bf16 else scale[0],
         scale[1] if pair else None,
         fake("float32", (symbol(), WARPS * spec.chunks), compact=True),
@@ -190,21 +192,21 @@ def _compile_projection_bound(arch: str, rows: int, parts: int):
 
 def projection_weight(
     w: Tensor, gain: Tensor, heads: int, form: str, width: int, rotate: bool, centred: bool
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Codes (or BF16) and scales of each part, and int32 ``[heads]``."""
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+    """BF16 of the weight, codes and scales of each part, and int32 ``[heads]``."""
     rows, columns = w.shape
     w = w if w.stride(1) == 1 else w.contiguous()
     spec = WeightSpec(columns, rows // heads, form, width, rotate, dtype_name(w), dtype_name(gain))
-    count = {"bf16": 1, "e4m3": 1, "e4m3x2": 2}[form]
-    kind = torch.bfloat16 if form == "bf16" else torch.uint8
-    parts = [torch.empty(rows, columns, dtype=kind, device=w.device) for _ in range(count)]
-    scales = [torch.empty(rows // 32, columns // width, dtype=torch.uint8, device=w.device) for _ in range(0 if form == "bf16" else count)]
+    count = {"bf16": 0, "e4m3": 1, "e4m3x2": 2}[form]
+    rounded = torch.empty(rows, columns, dtype=torch.bfloat16, device=w.device)
+    parts = [torch.empty(rows, columns, dtype=torch.uint8, device=w.device) for _ in range(count)]
+    scales = [torch.empty(rows // 32, columns // width, dtype=torch.uint8, device=w.device) for _ in range(count)]
     squares = torch.empty(rows, WARPS * spec.chunks, dtype=torch.float32, device=w.device)
     exponent = torch.empty(heads, dtype=torch.int32, device=w.device)
     arch = arch_of(w.device)
     first = [*parts, None, None][:2]
     second = [*scales, None, None][:2]
-    launch(_compile_projection_weight(arch, spec), w.device, w, gain.contiguous(), *first, *second, squares, heads)
+    launch(_compile_projection_weight(arch, spec), w.device, w, gain.contiguous(), rounded, *first, *second, squares, heads)
     bound = _compile_projection_bound(arch, spec.rows, WARPS * spec.chunks)
     launch(bound, w.device, squares, exponent, bound_factor(columns, centred))
-    return parts, scales, exponent
+    return rounded, parts, scales, exponent

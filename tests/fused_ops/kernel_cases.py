@@ -305,15 +305,17 @@ def weight(
     def verify(got) -> None:
         from fused_ops.gemm_quantize import weights
 
-        wanted, exponent = weights.reference(w, gain, heads, form, (32, width), rotate, True)
-        assert torch.equal(got[2], exponent)
-        if isinstance(wanted, Tensor):
-            assert float((got[0][0] != wanted).float().mean()) <= (0.01 if rotate else 0.0)
+        rounded, parts, scales, exponent = got
+        wanted = weights.reference(w, gain, heads, form, (32, width), rotate, True)
+        assert torch.equal(exponent, wanted.exponent)
+        assert float((rounded != wanted.rounded).float().mean()) <= (0.01 if rotate else 0.0)
+        if form == "bf16":
             return
-        pairs = [wanted] if isinstance(wanted, MXTensor) else list(wanted)
-        apart = [float((codes != part.codes).float().mean()) for codes, part in zip(got[0], pairs, strict=True)]
+        pairs = [wanted.weight] if isinstance(wanted.weight, MXTensor) else list(wanted.weight)
+        apart = [float((codes != part.codes).float().mean()) for codes, part in zip(parts, pairs, strict=True)]
         assert apart[0] <= (1e-3 if rotate else 0.0) and sum(apart) <= (0.05 if rotate else 0.0), apart
-        mine = sum(MXTensor.from_bytes(c, s, (32, width)).dequantize() for c, s in zip(got[0], got[1], strict=True))
-        torch.testing.assert_close(mine, to_float(wanted), rtol=2**-7, atol=float(to_float(wanted).abs().max()) * 2**-18)
+        mine = sum(MXTensor.from_bytes(c, s, (32, width)).dequantize() for c, s in zip(parts, scales, strict=True))
+        whole = to_float(wanted.weight)
+        torch.testing.assert_close(mine, whole, rtol=2**-7, atol=float(whole.abs().max()) * 2**-18)
 
     return Case(f"projection_weight {heads}x{rows}x{columns} {form} {width} {rotate}", arch, None, call, verify)

@@ -141,7 +141,7 @@ def test_weight(form, rotate):
     """The device's transform adds up in another order than a product with the matrix: a few codes differ, their sums do not."""
     w, gain = torch.randn(384, 384, device=DEVICE) / 20, torch.rand(384, device=DEVICE) + 0.5
     poison()
-    (mine, bound), (theirs, wanted) = (
+    (mine, bound, _), (theirs, wanted, _) = (
         projection_weight(w, gain, 3, form, (32, 128), rotate=rotate, centred=True, backend=b) for b in ("sm90", "reference")
     )
     assert torch.equal(bound, wanted)
