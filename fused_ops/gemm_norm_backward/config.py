@@ -35,6 +35,8 @@ class Operand:
 class InputSpec:
     """Compile key of the input gradient. ``rows``: of the weight, ``columns``: of ``x``. ``mean``: a row per sequence is added to ``dv``.
 
+    ``warp_mma``: products by warps (any architecture) instead of warpgroups (Hopper).
+
     A cluster of ``cluster`` CTAs shares the columns; each holds its slab of the weight in shared memory for the whole launch.
     """
 
@@ -47,6 +49,7 @@ class InputSpec:
     dense: bool
     need_x: bool
     need_norm: bool
+    warp_mma: bool = False
 
     @property
     def cluster(self) -> int:
@@ -79,6 +82,7 @@ class WeightSpec:
     dk: Operand
     xn: Operand
     dense: bool
+    warp_mma: bool = False
 
     @property
     def groups(self) -> int:

@@ -41,6 +41,8 @@ from fused_ops.gemm_norm_backward.rows import (
     scale_address,
     search,
     search_alone,
+    shared_words,
+    warp_mma,
 )
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import e4m3x4_to_float, float_of, quad_sum, scale_of_byte, warp_max
@@ -82,10 +84,7 @@ class InputGradient:
         stream,
     ):
         spec = self.spec
-        mma = hop.make_trivial_tiled_mma(
-            self.element, self.element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, spec.slab),
-            warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        mma = None if const_expr(spec.warp_mma) else self.products()
         self.kernel(mma, dk, dk_scale, dv, dv_scale, mean, w, x, gain, rstd, offsets, dx, parts).launch(
             grid=[clusters * spec.cluster, 1, 1],
             block=[128 * spec.groups, 1, 1],
@@ -94,9 +93,16 @@ class InputGradient:
             stream=stream,
         )
 
+    def products(self):
+        """The warpgroup's MMA: 64 rows of codes from registers with the slab."""
+        major, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
+        return hop.make_trivial_tiled_mma(self.element, self.element, major, major, Float32, (1, 1, 1), (64, self.spec.slab), source)
+
     def weight_layout(self):
-        """The slab in shared memory, [columns, contraction], K-major."""
+        """The slab in shared memory: [columns, contraction], K-major; for warps, in the order of their operands' registers."""
         spec = self.spec
+        if spec.warp_mma:
+            return cute.make_layout(spec.slab * spec.rows)
         atom = hop.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element, spec.rows)
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, self.element), (spec.slab, spec.rows), order=(0, 1))
 
@@ -119,7 +125,7 @@ class InputGradient:
     @cute.kernel
     def kernel(
         self,
-        mma: cute.TiledMma,
+        mma,
         dk: cute.Tensor,
         dk_scale: cute.Tensor,
         dv: cute.Tensor,
@@ -142,7 +148,10 @@ class InputGradient:
         rank = bid % spec.cluster
         layout = self.weight_layout()
         store = cutlass.utils.SmemAllocator().allocate(self.storage(layout))
-        slab = store.w.get_tensor(layout.outer, swizzle=layout.inner)
+        if const_expr(spec.warp_mma):  # noqa: SIM108 - a layout without a swizzle has no parts
+            slab = store.w.get_tensor(layout)
+        else:
+            slab = store.w.get_tensor(layout.outer, swizzle=layout.inner)
         gains = store.gain.get_tensor(cute.make_layout(spec.slab))
         column0 = rank * spec.slab
         if const_expr(spec.cluster > 1):  # noqa: SIM102 - one is decided at compile time
@@ -179,8 +188,10 @@ class InputGradient:
         exchange = Bundle(bars=store.bars.data_ptr() + 4 * group, sums=store.sums.data_ptr() + 2 * spec.cluster * TILE * group)
         means = store.means.data_ptr() + (warp * spec.slab if const_expr(spec.mean) else 0)
         here = Bundle(exchange=exchange, gains=gains, means=means)
-        thread = mma.get_slice(0)
-        b = thread.make_fragment_B(thread.partition_B(slab))
+        b = Int32(store.w.data_ptr().toint()) + 8 * (tid % 32)
+        if const_expr(not spec.warp_mma):
+            thread = mma.get_slice(0)
+            b = thread.make_fragment_B(thread.partition_B(slab))
         columns = cute.make_rmem_tensor(self.runs, Float32)
         columns.fill(0.0)
         first, step = bid // spec.cluster * spec.groups + group, grid // spec.cluster * spec.groups
@@ -245,7 +256,12 @@ class InputGradient:
                 value = values[e]
                 if const_expr(spec.dk.mx):
                     value = (values[e].to(Float32) * unit).to(Float16)
-                slab[chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2, place] = value
+                column = chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2
+                if const_expr(spec.warp_mma):  # [16 of the contraction, 8 columns, lane, half, element]
+                    lane = column % 8 * 4 + place // 2 % 4
+                    slab[(((place // 16 * (spec.slab // 8) + column // 8) * 32 + lane) * 2 + place // 8 % 2) * 2 + place % 2] = value
+                else:
+                    slab[column, place] = value
         for i in cutlass.range(tid, spec.slab, 128 * spec.groups):
             gains[i] = gain[column0 + i]
 
@@ -320,7 +336,7 @@ class InputGradient:
     def tile(
         self,
         mma,
-        b: cute.Tensor,
+        b,
         io,
         at,
         here,
@@ -356,11 +372,16 @@ class InputGradient:
         if const_expr(spec.dv is not None):
             dvs = cute.make_rmem_tensor((2 if spec.dv.mx else 4, self.runs, 2), Uint32)
             dv_bytes = cute.make_rmem_tensor((self.runs, 2), Int32)
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
-        operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, DEPTH))) for _ in range(2)]
+        if const_expr(spec.warp_mma):
+            acc = cute.make_rmem_tensor(spec.slab // 2, Float32)
+            acc.fill(0.0)
+            operands = [cute.make_rmem_tensor(16, Int32)] * 2
+        else:
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
+            operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, DEPTH))) for _ in range(2)]
         for c in cutlass.range_constexpr(chunks):
             a = cute.recast_tensor(operands[c % 2], Int32)
-            if const_expr(c >= 2):
+            if const_expr(c >= 2 and not spec.warp_mma):
                 warpgroup.wait_group(1)
             for s in cutlass.range_constexpr(4):
                 for i in cutlass.range_constexpr(2):
@@ -369,13 +390,16 @@ class InputGradient:
                         a[4 * s + i], a[4 * s + 2 + i] = codes_to_f16(codes[s, c, i], factor)
                     else:
                         a[4 * s + i], a[4 * s + 2 + i] = Int32(codes[2 * s, c, i]), Int32(codes[2 * s + 1, c, i])
-            warpgroup.fence()
-            atom = cute.make_mma_atom(mma.op)
-            atom.set(warpgroup.Field.ACCUMULATE, c > 0)
-            for s in cutlass.range_constexpr(4):
-                cute.gemm(atom, acc, operands[c % 2][None, None, s], b[None, None, 4 * c + s], acc)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
+            if const_expr(spec.warp_mma):
+                self.multiply_by_warps(acc, a, b, c)
+            else:
+                warpgroup.fence()
+                atom = cute.make_mma_atom(mma.op)
+                atom.set(warpgroup.Field.ACCUMULATE, c > 0)
+                for s in cutlass.range_constexpr(4):
+                    cute.gemm(atom, acc, operands[c % 2][None, None, s], b[None, None, 4 * c + s], acc)
+                    atom.set(warpgroup.Field.ACCUMULATE, True)
+                warpgroup.commit_group()
             if const_expr(c == min(X_AFTER, chunks - 1)):
                 self.load_x(io, at, tile, xs, scale)
             if const_expr(spec.dv is not None and c == min(DV_AFTER, chunks - 1)):
@@ -389,7 +413,8 @@ class InputGradient:
                 bases[i] = generic_of_shared(Int32(here.means.toint())) + 32 * quad
                 if whole < 0:
                     bases[i] = address_of(io.mean, sequences[i], at.column0 + 8 * quad)
-        warpgroup.wait_group(0)
+        if const_expr(not spec.warp_mma):
+            warpgroup.wait_group(0)
 
         units = [Float32(1.0), Float32(1.0)]
         if const_expr(spec.dk.mx):
@@ -450,6 +475,15 @@ class InputGradient:
                     for q in cutlass.range_constexpr(self.runs):
                         store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, zeros)
         return cached
+
+    @cute.jit
+    def multiply_by_warps(self, acc: cute.Tensor, a: cute.Tensor, b: Int32, c: cutlass.Constexpr):
+        """One chunk of the contraction: 16 rows of this warp with the slab, whose words a lane finds side by side."""
+        for s in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(self.spec.slab // 8):
+                words = shared_words(b + 256 * ((4 * c + s) * (self.spec.slab // 8) + j), 2)
+                kind = "f16" if self.spec.dk.mx else "bf16"
+                warp_mma(kind, acc, 4 * j, [a[4 * s + n] for n in range(4)], words[0], words[1])
 
     @cute.jit
     def load_x(self, io, at, tile: Int32, xs: cute.Tensor, scale: cute.Tensor):

@@ -48,7 +48,16 @@ def input_gradient(
     (dk_kind, dk, dk_scale), (dv_kind, dv, dv_scale) = operand(dk), operand(dv)
     assert dk_kind is not None
     spec = InputSpec(
-        rows, columns, dtype_name(x), dk_kind, dv_kind, mean=dv_mean is not None, dense=offsets is None, need_x=need_x, need_norm=need_norm
+        rows,
+        columns,
+        dtype_name(x),
+        dk_kind,
+        dv_kind,
+        mean=dv_mean is not None,
+        dense=offsets is None,
+        need_x=need_x,
+        need_norm=need_norm,
+        warp_mma=arch_of(device) != "sm_90a",
     )
     tiles = -(-x.shape[0] // TILE)
     clusters = min(clusters_of(device, cluster_of(rows, columns)), -(-tiles // spec.groups))
@@ -81,7 +90,7 @@ def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tenso
     device, (tokens, rows), columns = dk.device, dk.shape, xn.shape[1]
     (dk_kind, dk, dk_scale), (xn_kind, xn, xn_scale) = operand(dk), operand(xn)
     assert dk_kind is not None and xn_kind is not None
-    spec = WeightSpec(rows, columns, dk_kind, xn_kind, dense=offsets is None)
+    spec = WeightSpec(rows, columns, dk_kind, xn_kind, dense=offsets is None, warp_mma=arch_of(device) != "sm_90a")
     splits = max(1, min(multiprocessors(device) // spec.tiles, -(-tokens // TILE)))
     parts = torch.empty(splits, rows, columns, dtype=torch.float32, device=device)
     compiled = compile_weight_gradient(arch_of(device), None if offsets is None else dtype_name(offsets), spec)

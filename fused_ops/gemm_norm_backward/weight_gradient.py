@@ -29,6 +29,8 @@ from fused_ops.gemm_norm_backward.rows import (
     scale_address,
     search,
     search_alone,
+    transposed_fragments,
+    warp_mma,
 )
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.compile import build, fake, kernel_cache, symbol
@@ -62,12 +64,15 @@ class WeightGradient:
         stream,
     ):
         spec = self.spec
-        mma = hop.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.MN, OperandMajorMode.MN, Float32, (spec.groups, 1, 1), (64, spec.tile_columns)
-        )
+        mma = None if const_expr(spec.warp_mma) else self.products()
         self.kernel(mma, dk, dk_scale, xn, xn_scale, offsets, parts).launch(
             grid=[spec.tiles * Int32(parts.shape[0]), 1, 1], block=[128 * spec.groups, 1, 1], min_blocks_per_mp=1, stream=stream
         )
+
+    def products(self):
+        """The warpgroups' MMA: both operands from shared memory, contiguous along the result's axes."""
+        shape, major = (self.spec.groups, 1, 1), OperandMajorMode.MN
+        return hop.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, shape, (64, self.spec.tile_columns))
 
     def layouts(self):
         """Layouts of a step's operands in shared memory: tokens are rows of 64-column blocks, 128 bytes each, swizzled."""
@@ -79,7 +84,7 @@ class WeightGradient:
     @cute.kernel
     def kernel(
         self,
-        mma: cute.TiledMma,
+        mma,
         dk: cute.Tensor,
         dk_scale: cute.Tensor,
         xn: cute.Tensor,
@@ -100,9 +105,10 @@ class WeightGradient:
             b: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_b)], 1024]
 
         store = cutlass.utils.SmemAllocator().allocate(Storage)
-        thread = mma.get_slice(group * 128)
-        a = thread.make_fragment_A(thread.partition_A(store.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)))
-        b = thread.make_fragment_B(thread.partition_B(store.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)))
+        if const_expr(not spec.warp_mma):
+            thread = mma.get_slice(group * 128)
+            a = thread.make_fragment_A(thread.partition_A(store.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)))
+            b = thread.make_fragment_B(thread.partition_B(store.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)))
         tile, split = bid % spec.tiles, bid // spec.tiles
         wide = spec.columns // spec.tile_columns
         row0, column0 = tile // wide * spec.tile_rows, tile % wide * spec.tile_columns
@@ -129,7 +135,10 @@ class WeightGradient:
             scale_address=scale_address, scale_stride=scale_stride,
         )  # fmt: skip
 
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((spec.tile_rows, spec.tile_columns)), Float32)
+        if const_expr(spec.warp_mma):
+            acc = cute.make_rmem_tensor(spec.tile_columns // 2, Float32)
+        else:
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((spec.tile_rows, spec.tile_columns)), Float32)
         acc.fill(0.0)
         codes = [cute.make_rmem_tensor((self.words, self.units), Uint32) for _ in range(2)]
         bytes_ = [cute.make_rmem_tensor(self.units, Int32) for _ in range(2)]
@@ -143,24 +152,29 @@ class WeightGradient:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         stage = Int32(0)
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
         for step in cutlass.range(first, last, 2, unroll=1):
             for n in cutlass.range_constexpr(2):  # a step past the run is all zeros
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(TILE // 16):
-                    cute.gemm(atom, acc, a[None, None, k, stage], b[None, None, k, stage], acc)
-                warpgroup.commit_group()
+                if const_expr(spec.warp_mma):
+                    self.multiply_by_warps(at, acc, warp, stage)
+                else:
+                    atom = cute.make_mma_atom(mma.op)
+                    atom.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.fence()
+                    for k in cutlass.range_constexpr(TILE // 16):
+                        cute.gemm(atom, acc, a[None, None, k, stage], b[None, None, k, stage], acc)
+                    warpgroup.commit_group()
                 stage = stage + 1
                 if stage == STAGES:
                     stage = Int32(0)
                 # The next step's stage was last read two steps ago; everyone has waited for that since.
                 self.convert(at, codes[1 - n], bytes_[1 - n], stage)
                 self.load(io, at, codes[1 - n], bytes_[1 - n], place, step + n + 3)
-                cute.arch.fence_view_async_shared()
-                warpgroup.wait_group(1)
+                if const_expr(not spec.warp_mma):
+                    cute.arch.fence_view_async_shared()
+                    warpgroup.wait_group(1)
                 cute.arch.sync_threads()
-        warpgroup.wait_group(0)
+        if const_expr(not spec.warp_mma):
+            warpgroup.wait_group(0)
         row = row0 + group * 64 + warp % 4 * 16 + lane // 4
         for j in cutlass.range_constexpr(spec.tile_columns // 8):
             for i in cutlass.range_constexpr(2):
@@ -170,6 +184,25 @@ class WeightGradient:
                 pointer = parts.iterator + cute.crd2idx(place_, parts.layout)
                 aligned = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=8)
                 cute.autovec_copy(pair, cute.make_tensor(aligned, cute.make_layout(2)))
+
+    @cute.jit
+    def multiply_by_warps(self, at, acc: cute.Tensor, warp: Int32, stage: Int32):
+        """A step's products of this warp's 16 rows: tokens are rows in shared memory, so both operands are read transposed."""
+        lane = cute.arch.lane_idx()
+        row = warp * 16 + lane // 8 % 2 * 8  # of the result; matrices: tokens 0-7 at rows 0-7, 8-15, tokens 8-15 at the same
+        for k in cutlass.range_constexpr(TILE // 16):
+            token = 16 * k + lane // 16 * 8 + lane % 8
+            a = transposed_fragments(self.place(at.a + stage * (self.left * 8192), token, row))
+            token = 16 * k + lane // 8 % 2 * 8 + lane % 8  # matrices: tokens 0-7, 8-15 of 8 columns, then of the next 8
+            for j in cutlass.range_constexpr(self.spec.tile_columns // 16):
+                column = 16 * j + lane // 16 * 8
+                b = transposed_fragments(self.place(at.b + stage * (self.right * 8192), token, column))
+                warp_mma("bf16", acc, 8 * j, a, b[0], b[1])
+                warp_mma("bf16", acc, 8 * j + 4, a, b[2], b[3])
+
+    def place(self, base, token, column):
+        """Address of 8 columns of a token in a stage."""
+        return base + column // 64 * 8192 + token * 128 + (((column // 8 % 8) ^ (token % 8)) << 4)
 
     def unit(self, at, u: int):
         """(block of 64 columns, row within the step) of this thread's ``u``-th piece."""
