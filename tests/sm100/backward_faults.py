@@ -11,16 +11,22 @@ import json
 import sys
 from dataclasses import asdict
 
+from lp_fa4.sm100.backward_plan import backward_plan
 from tests.emulator import api, capture
 from tests.emulator.faults import Campaign
 from tests.emulator.waivers import NONE
 from tests.sm100.backward_cases import case
 
 
+HARMLESS = ("sf", backward_plan(128)["SFDS_Q"].start)
+"""Scales of dS for the first 32 keys of dQ: the harness moves them onto dQ itself, whose first product reads them before it writes there in
+the emulator, and no other reads them."""
+
+
 def chosen(site) -> bool:
     """Waits of the MMA role, fences of the compute role, regions that the products read."""
     if site.region is not None:
-        return site.region[0] in ("sf", "a")
+        return site.region[0] in ("sf", "a") and tuple(site.region[:2]) != HARMLESS
     return site.kind in ("mbarrier wait", "proxy fence") and ("backward_mma.py" in site.where or "backward_compute.py" in site.where)
 
 
