@@ -17,7 +17,6 @@ from tests.emulator.faults import Campaign
 from tests.emulator.waivers import NONE
 from tests.sm100.backward_cases import case
 
-
 HARMLESS = ("sf", backward_plan(128)["SFDS_Q"].start)
 """Scales of dS for the first 32 keys of dQ: the harness moves them onto dQ itself, whose first product reads them before it writes there in
 the emulator, and no other reads them."""
