@@ -1,7 +1,8 @@
 """Compile variants for one target in a process of its own, and report what the assembler made: ``python -m tests.sm100.compiled sm_103a``.
 
 Every variant, with a fixed walk through the work list and (``NAME_drawn``) with drawn items. One JSON line each: registers at launch, stack
-and local bytes, dynamic shared memory, columns of tensor memory, and counts of instructions in the SASS.
+and local bytes, dynamic shared memory, columns of tensor memory, counts of instructions in the SASS, and issue slots of the loops over key
+tiles. ``fa4`` in place of a target: flash-attn-4's BF16 forward for sm_100a.
 """
 
 import json
@@ -58,7 +59,38 @@ def inspect(cubin: Path) -> dict:
     counts: dict[str, int] = {}
     for name in re.findall(_COUNTED, sass):
         counts[name] = counts.get(name, 0) + 1
-    return {**out, "products": products, "sass": counts}
+    return {**out, "products": products, "sass": counts, "issue": steady_state(sass)}
+
+
+def steady_state(sass: str) -> dict[str, int]:
+    """Issue slots of one turn of the two loops over key tiles, as ``softmax`` (one Q tile, no mask) and ``mma`` (two Q tiles).
+
+    A loop is a backward branch and what lies before it. Where a forward branch skips to the block after an unconditional one (if and else),
+    the second block is left out: it is the first key tile's, or a partial one's. Spins lie outside the loops.
+    """
+    code = [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)]
+    index = {at: i for i, (at, _) in enumerate(code)}
+
+    def target(text: str) -> int:
+        found = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        return index.get(int(found[1], 16), -1) if found else -1
+
+    bodies = [(target(text), i + 1) for i, (_, text) in enumerate(code) if 0 <= target(text) <= i]
+    found = {}
+    for role, opcode, least in (("softmax", "MUFU.EX2", 64), ("mma", "UTC", 8)):
+        fitting = [b for b in bodies if sum(opcode in text for _, text in code[slice(*b)]) >= least]
+        if not fitting:
+            continue
+        first, last = min(fitting, key=lambda b: b[1] - b[0])
+        skipped: set[int] = set()
+        for i in range(first, last):
+            other = target(code[i][1])
+            if i < other < last and code[i][1].startswith("BRA.U"):
+                join = target(code[other - 1][1]) if code[other - 1][1].startswith("BRA 0x") else -1
+                if other < join <= last:
+                    skipped |= set(range(other, join))
+        found[role] = last - first - len(skipped)
+    return found
 
 
 def compile_variant(arch: str, name: str, folder: Path) -> dict:
@@ -78,8 +110,25 @@ def compile_variant(arch: str, name: str, folder: Path) -> dict:
     return {"name": name, "arch": arch, **report, "columns": kernel.plan.allocation, "smem": kernel.shared_bytes()}
 
 
+def compile_fa4() -> dict:
+    """flash-attn-4's forward (its host code compiles for the emulated device, which keeps what it compiles)."""
+    from tests.emulator import api, capture
+    from tests.emulator.kernels import fa4_forward
+
+    os.environ["CUTE_DSL_KEEP_CUBIN"] = "1"
+    capture.install("sm_100a")
+    made = fa4_forward("sm_100a", 256, 256)
+    assert made.prepare is not None
+    api.record(made.prepare, "sm_100a")
+    (cubin,) = Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("*.cubin")
+    return {"name": "fa4", "arch": "sm_100a", **inspect(cubin)}
+
+
 def main(arch: str, names: list[str]) -> None:
     """Print one JSON line per variant."""
+    if arch == "fa4":
+        print(json.dumps(compile_fa4()))
+        return
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder)
         for name in names or [n + how for n in VARIANTS for how in ("", "_drawn")]:
