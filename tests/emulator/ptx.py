@@ -192,6 +192,13 @@ _IGNORED = (".pragma", ".shared", ".branchtargets", ".global", ".reqntid", ".max
 class _Parser:
     def __init__(self, text: str, entry: str) -> None:
         text = re.sub(r"/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m.group(0)), text, flags=re.S)
+        # inside inline assembly the compiler counts the assembly's own lines on from the source line: keep the latter
+        text = re.sub(
+            r"// begin inline asm.*?// end inline asm",
+            lambda m: re.sub(r"\.loc[ \t][^\n]*", lambda x: " " * len(x.group(0)), m.group(0)),
+            text,
+            flags=re.S,
+        )
         self.text = re.sub(r"//[^\n]*", lambda m: " " * len(m.group(0)), text)
         self.program = Program(entry)
         self.files = {int(n): name.rsplit("/", 1)[-1] for n, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', self.text)}

@@ -21,6 +21,7 @@ from tests.emulator.errors import (
     StepLimitError,
     UnsupportedError,
 )
+from tests.emulator.ptx import parse
 
 pytestmark = pytest.mark.emulator
 
@@ -165,6 +166,28 @@ def test_more_arrivals_than_expected():
 def test_an_uninitialised_barrier():
     with pytest.raises(BarrierError, match="not initialised"):
         run("mbarrier.arrive.shared.b64 _, [%r1];", shared=64)
+
+
+def test_lines_inside_inline_assembly_are_those_of_its_statement():
+    text = """.version 8.8
+.target sm_90a
+.visible .entry k() {
+.reg .b32 %r<2>;
+.loc 1 40 5
+mov.b32 %r0, 1;
+.loc 1 50 5
+// begin inline asm
+{
+.loc 1 52 5
+mov.b32 %r1, %r0;
+}
+// end inline asm
+.loc 1 60 5
+ret;
+}
+.file 1 "/somewhere/kernel.py"
+"""
+    assert [I.loc for I in parse(text, "k").instrs] == ["kernel.py:40", "kernel.py:50", "kernel.py:60"]
 
 
 def test_an_endless_loop_meets_the_step_limit():
