@@ -1,10 +1,12 @@
 """Scales of P made from data: every 32 keys of a row have their own power of two, the smallest under which none saturates."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 
+import lp_fa4
 from lp_fa4 import reference
 from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import quantize_mx
@@ -56,3 +58,19 @@ def test_small_blocks_keep_their_bits():
         )  # fmt: skip
         exact_of[mode] = (reference.forward(problem).centred_out.double() - exact).norm() / exact.norm()
     assert exact_of["fresh"] < exact_of["constant"]
+
+
+def test_hopper_refuses_in_words():
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
+    ):
+        config = AttentionConfig.post(p_scale="fresh")
+        served, reason = lp_fa4.is_supported("cuda", head_dim=128, backward=False, backend="sm90", config=config)
+        assert not served and "config.p_scale is fresh; the Hopper kernels serve constant" in reason
+        assert lp_fa4.is_supported("cuda", head_dim=128, backward=False, backend="sm90", config=AttentionConfig(operand_scales="outside"))[0]
+
+
+def test_place_of_operand_scales_changes_no_byte_of_the_reference():
+    a, b = (reference.forward(make(200, AttentionConfig.post(operand_scales=place))) for place in ("auto", "outside"))
+    assert torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
