@@ -68,7 +68,8 @@ def test_hopper_refuses_in_words():
         config = AttentionConfig.post(p_scale="fresh")
         served, reason = lp_fa4.is_supported("cuda", head_dim=128, backward=False, backend="sm90", config=config)
         assert not served and "config.p_scale is fresh; the Hopper kernels serve constant" in reason
-        assert lp_fa4.is_supported("cuda", head_dim=128, backward=False, backend="sm90", config=AttentionConfig(operand_scales="outside"))[0]
+        outside = AttentionConfig(operand_scales="outside")
+        assert lp_fa4.is_supported("cuda", head_dim=128, backward=False, backend="sm90", config=outside)[0]
 
 
 def test_place_of_operand_scales_changes_no_byte_of_the_reference():
