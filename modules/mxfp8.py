@@ -12,19 +12,18 @@ All take and return plain tensors, FP8 as uint8, and the numeric choices as text
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_ops import gemm_norm_backward, gemm_quantize, rmsnorm_center_quantize, rmsnorm_quantize
+from fused_ops import gemm_norm_backward, gemm_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_quantize
 from fused_ops.gemm_norm_backward.reference import weight_gradient
-from fused_ops.gemm_quantize.interface import projection_exponent
+from fused_ops.gemm_quantize.weights import ProjectionWeight
 from fused_ops.hadamard import rotate_rows
-from fused_ops.operands import Weight, split_e4m3, to_float
+from fused_ops.operands import to_float
 from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
-from lp_fa4.mx import MXTensor, decode_scale, encode_scale, quantize_mx, scale_rows
+from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
 from lp_fa4.operator import custom_op
 from lp_fa4.ops import run_backward
 from lp_fa4.problem import AttentionProblem, ForwardResult
@@ -58,44 +57,21 @@ def _settle(device: torch.device, head_dim: int, key: str, backend: str, *, say:
     return name, opts
 
 
-class _Projection(NamedTuple):
-    """A projection weight as the products read it, forward and backward; rotated by the Hadamard matrix if that is on."""
+def _projection(w: Tensor, gain: Tensor | None, heads: int, numerics: Numerics, rotate: bool) -> ProjectionWeight:
+    """A projection weight as the products read it, forward and backward; rotated by the Hadamard matrix if that is on. ``gain``: the norm's
+    weight, where exponents are wanted.
 
-    weight: Weight
-    exact: Tensor
-
-
-def _projection(w: Tensor, heads: int, numerics: Numerics, rotate: bool, backend: str) -> _Projection:
-    """In blocks as wide as a head unless scales are square: whoever multiplies adds up a whole block before its factor changes."""
-    exact = rotate_rows(w, heads) if rotate else w.detach().to(torch.float32)
-    if numerics.key_projection == "bf16":
-        return _Projection(exact.to(torch.bfloat16), exact)
+    In blocks as wide as a head unless scales are square: whoever multiplies adds up a whole block before its factor changes.
+    """
     block = (32, 32) if numerics.scales == "square" else (32, w.shape[0] // heads)
-    if backend == "sm90" and block[1] in (64, 128) and w.shape[0] % 32 == 0:
-        high, value = _quantized_weight(exact, block)
-        return _Projection((high, _quantized_weight(exact - value, block)[0]) if numerics.key_projection == "e4m3x2" else high, exact)
-    if numerics.key_projection == "e4m3x2":
-        return _Projection(split_e4m3(exact, block), exact)
-    return _Projection(quantize_mx(exact, block), exact)
+    gain = w.new_ones(w.shape[1]) if gain is None else gain
+    return projection_weight(w, gain, heads, numerics.key_projection, block, rotate=rotate, centred=numerics.center)
 
 
-def _quantized_weight(w: Tensor, block: tuple[int, int]) -> tuple[MXTensor, Tensor]:
-    """``quantize_mx(w, block)`` and its value, by Hopper's quantize pass: the bytes of the definition in few launches."""
-    from lp_fa4.sm90.forward_host import equal_offsets
-    from lp_fa4.sm90.quantize import quantize
-
-    (rows, columns), (tokens, width) = w.shape, block
-    made, _, _ = quantize(w.reshape(rows, columns // width, width), equal_offsets(rows, 1, w.device), block=tokens)
-    scale = made.scale_bytes[: rows // tokens, :, 0]
-    factor = decode_scale(scale).repeat_interleave(tokens, 0)[..., None]
-    value = (made.payload.to(torch.float32) * factor).view(rows, columns)
-    return MXTensor.from_bytes(made.codes.view(rows, columns), scale, block), value
-
-
-def _backward_weight(projection: _Projection) -> Tensor:
+def _backward_weight(projection: ProjectionWeight) -> Tensor:
     """The key projection in one piece, BF16, which holds E4M3 under its exponents exactly; where the forward had it in two, of both."""
     weight = projection.weight
-    return (weight.dequantize() if isinstance(weight, MXTensor) else projection.exact).to(torch.bfloat16)
+    return weight.dequantize(torch.bfloat16) if isinstance(weight, MXTensor) else projection.rounded
 
 
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -133,7 +109,7 @@ def pma_attention(
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
     block = opts.block(head_dim)
-    projection = _projection(w_k, heads, opts, opts.rotates(head_dim), name)
+    projection = _projection(w_k, norm_weight, heads, opts, opts.rotates(head_dim))
 
     normed: Tensor | None = None
     mean = total = None
@@ -144,10 +120,8 @@ def pma_attention(
     else:
         xn, rstd = rmsnorm_quantize(values, norm_weight, eps, offsets, block)
 
-    def project(weight: _Projection) -> MXTensor:
-        exponent = None
-        if opts.scales == "static":
-            exponent = projection_exponent(norm_weight, weight.exact, head_dim, centred=opts.center)
+    def project(weight: ProjectionWeight) -> MXTensor:
+        exponent = weight.exponent if opts.scales == "static" else None
         if opts.key_projection == "bf16" and normed is not None:
             return gemm_quantize(normed, weight.weight, block, offsets=offsets, exponent=exponent)
         return gemm_quantize(xn, weight.weight, block, exponent=exponent)
@@ -155,7 +129,7 @@ def pma_attention(
     k = project(projection).reshape_heads(heads)
     v, v_mean, v_sum = xn, mean, total
     if w_v is not None:
-        value_weight = _projection(w_v, heads, opts, False, name)
+        value_weight = _projection(w_v, norm_weight, heads, opts, False)
         v = project(value_weight)
         if mean is not None and total is not None:
             exact = to_float(value_weight.weight)
@@ -288,7 +262,7 @@ def pma_attention_backward(
     if opts.center:
         v_mean, v_sum = mean, total
         if w_v is not None:
-            exact = to_float(_projection(w_v, heads, opts, False, name).weight)
+            exact = to_float(_projection(w_v, None, heads, opts, False).weight)
             v_mean, v_sum = mean @ exact.t(), total @ exact.t()
         v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
     problem = AttentionProblem(
@@ -345,7 +319,7 @@ def _flow(
     mean = dv_mean if dv_mean.dim() == 2 else None
     if w_v is None:
         return dv, mean
-    exact = to_float(_projection(w_v, heads, opts, False, backend).weight)
+    exact = to_float(_projection(w_v, None, heads, opts, False).weight)
     through = None if mean is None else mean @ exact
     if backend == "reference":
         return to_float(dv) @ exact, through
