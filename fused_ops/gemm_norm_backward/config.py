@@ -10,7 +10,9 @@ from lp_fa4.mx import MXTensor
 TILE = 64
 """Tokens of one step: the rows of a warpgroup's MMA (input gradient), the depth of a stage (weight gradient)."""
 MAX_SLAB = 192
-"""Columns of a CTA's part of the weight: their accumulators are 96 registers of a thread."""
+WARP_MMA_COLUMNS = 128
+"""Columns of a CTA's part of the weight: accumulators are half as many registers of a thread. Products by warps hold the weight's words
+in registers too."""
 SHARED_BYTES = 216 * 1024
 """Shared memory for a CTA's part of the weight."""
 STAGES = 3
@@ -54,7 +56,7 @@ class InputSpec:
     @property
     def cluster(self) -> int:
         """CTAs that share the columns of a row."""
-        return cluster_of(self.rows, self.columns)
+        return cluster_of(self.rows, self.columns, self.warp_mma)
 
     @property
     def slab(self) -> int:
@@ -87,7 +89,7 @@ class WeightSpec:
     @property
     def groups(self) -> int:
         """Warpgroups of a CTA, 64 rows of the result each: three if the pieces of a step share out evenly."""
-        return next(n for n in (3, 2, 1) if self.rows // 64 % n == 0 and (n != 3 or self.columns % 192 == 0))
+        return next(n for n in (3, 2, 1) if self.rows // 64 % n == 0 and (n != 3 or (self.columns % 192 == 0 and not self.warp_mma)))
 
     @property
     def tile_rows(self) -> int:
@@ -97,7 +99,7 @@ class WeightSpec:
     @property
     def tile_columns(self) -> int:
         """Columns of the result in one CTA: their accumulators and the operands of the next step share the registers of a thread."""
-        limit = 192 if self.groups == 3 else 256
+        limit = WARP_MMA_COLUMNS if self.warp_mma else 192 if self.groups == 3 else 256
         return next(n for n in (256, 192, 128, 64) if n <= limit and self.columns % n == 0)
 
     @property
@@ -111,11 +113,11 @@ class WeightSpec:
         return not self.dense and any(x.mx and not x.static for x in (self.dk, self.xn))
 
 
-def cluster_of(rows: int, columns: int) -> int:
+def cluster_of(rows: int, columns: int, warp_mma: bool = False) -> int:
     """Smallest cluster whose slabs of a ``[rows, columns]`` weight fit registers and shared memory; 0 if none does."""
     for n in (1, 2, 4, 8):
         slab = columns // n
-        if columns % (32 * n) == 0 and slab <= MAX_SLAB and rows * slab * 2 <= SHARED_BYTES:
+        if columns % (32 * n) == 0 and slab <= (WARP_MMA_COLUMNS if warp_mma else MAX_SLAB) and rows * slab * 2 <= SHARED_BYTES:
             return n
     return 0
 
@@ -132,7 +134,7 @@ def unsupported(tokens: int, rows: int, columns: int, dtype: str, weight: str, o
     for name, size in (("rows of w_k", rows), ("columns of x", columns)):
         if size % 64 or size < 64:
             return f"there are {size} {name}; the kernels serve multiples of 64"
-    if cluster_of(rows, columns) == 0:
+    if cluster_of(rows, columns, True) == 0:
         return (
             f"w_k is [{rows}, {columns}]; the kernels hold at most {SHARED_BYTES // 2048} K elements in slabs of an eighth of the columns"
         )
@@ -158,4 +160,4 @@ def reasons_against(x: Tensor, w_k: Weight, dk: Weight, dv: Weight | None, xn: W
     rows, columns = w_k.shape if isinstance(w_k, (Tensor, MXTensor)) else w_k[0].shape
     operands = {name: kind_of(m) for name, m in (("dk", dk), ("dv", dv), ("xn", xn)) if m is not None}
     reason = unsupported(x.shape[0], rows, columns, kind_of(x)[0], kind_of(w_k)[0], operands)
-    return {"sm90": reason, "sm100": "the kernels of gemm_norm_backward use Hopper's MMA"}
+    return dict.fromkeys(("sm90", "sm100"), reason)

@@ -7,7 +7,7 @@ the two GEMMs is exact, since codes under their exponents and the weight are BF1
 import torch
 from torch import Tensor
 
-from fused_ops.gemm_norm_backward.config import TILE, InputSpec, Operand, WeightSpec, cluster_of, reasons_against
+from fused_ops.gemm_norm_backward.config import TILE, InputSpec, Operand, WeightSpec, reasons_against
 from fused_ops.operands import Weight, to_float
 from fused_ops.rmsnorm_quantize.kernel import aligned
 from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
@@ -60,7 +60,7 @@ def input_gradient(
         warp_mma=arch_of(device) != "sm_90a",
     )
     tiles = -(-x.shape[0] // TILE)
-    clusters = min(clusters_of(device, cluster_of(rows, columns)), -(-tiles // spec.groups))
+    clusters = min(clusters_of(device, spec.cluster), -(-tiles // spec.groups))
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if need_x else None
     parts = torch.empty(clusters * spec.groups * 4, columns, dtype=torch.float32, device=device) if need_norm else None
     launch(
