@@ -43,6 +43,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         ("kernels:fa4_backward", dict(sq=200, sk=300, dim=64), "FA4_BACKWARD_SM100"),
         ("kernels:fa4_backward", dict(sq=128, sk=256, heads=2, kv_heads=1, causal=True), "FA4_BACKWARD_SM100"),
         ("kernels:fa4_varlen_backward", JAGGED_SM100, "FA4_BACKWARD_SM100"),
+        ("kernels:fa4_forward", dict(sq=256, sk=384, growing=True), "FA4_FORWARD_SM100"),  # outputs are rescaled
     ],
     "sm_90a": [
         ("kernels_sm90:quack_fp8_gemm", dict(m=200, n=192, k=320), "NONE"),

@@ -351,7 +351,7 @@ def campaign_cases() -> dict[str, Any]:
     from .waivers import EARLY_USE, FA4_BACKWARD_SM100, FA4_FORWARD_SM100, NONE
 
     return {
-        "fa4_forward_sm100": (lambda: k.fa4_forward("sm_100a", 256, 512), FA4_FORWARD_SM100),
+        "fa4_forward_sm100": (lambda: k.fa4_forward("sm_100a", 256, 384, growing=True), FA4_FORWARD_SM100),
         "fa4_backward_sm100": (lambda: k.fa4_backward("sm_100a", 256, 256), FA4_BACKWARD_SM100),
         "fa4_backward_sm100_512": (lambda: k.fa4_backward("sm_100a", 512, 512), FA4_BACKWARD_SM100),
         "quack_mxfp8_sm100": (lambda: k.quack_mxfp8_gemm("sm_100a", 712, 192, 640), EARLY_USE),

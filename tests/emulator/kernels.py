@@ -48,9 +48,19 @@ def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causa
 
 # --- flash-attn-4 --------------------------------------------------------------------------------------------------
 def fa4_forward(
-    arch: str, sq: int, sk: int, *, heads: int = 1, kv_heads: int | None = None, dim: int = 128, causal: bool = False, batch: int = 1
+    arch: str,
+    sq: int,
+    sk: int,
+    *,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    dim: int = 128,
+    causal: bool = False,
+    batch: int = 1,
+    growing: bool = False,
 ) -> Case:
-    """Dense forward."""
+    """Dense forward. ``growing``: scores grow along the kernel's walk (from the last key to the first), so that
+    the row maximum moves far and outputs are rescaled."""
     generator = torch.Generator().manual_seed(0)
     kv_heads = kv_heads or heads
 
@@ -58,6 +68,8 @@ def fa4_forward(
         return torch.randn(batch, s, h, dim, generator=generator).bfloat16()
 
     q, k, v = draw(sq, heads), draw(sk, kv_heads), draw(sk, kv_heads)
+    if growing:
+        k = (k * torch.linspace(6, 0.1, sk)[:, None, None]).bfloat16()
     out, lse = attention_reference(q.float(), k.float(), v.float(), causal)
 
     def forward(*tensors: torch.Tensor) -> Any:
@@ -72,10 +84,11 @@ def fa4_forward(
             forward(*(_fake(x) for x in (q, k, v)))
 
     def verify(value: Any) -> None:
-        close("out", value[0], out, 0.02 if causal else 0.005)
+        # a few keys decide a row: |out| up to 4, so the bound follows the scale of bf16 rounding
+        close("out", value[0], out, 0.02 if causal or growing else 0.005)
         close("lse", value[1], lse, 1e-4)
 
-    name = f"fa4 forward {batch}x{sq}x{sk} h{heads}/{kv_heads} d{dim}{' causal' if causal else ''}"
+    name = f"fa4 forward {batch}x{sq}x{sk} h{heads}/{kv_heads} d{dim}{' causal' if causal else ''}{' growing' if growing else ''}"
     return Case(name, arch, prepare, lambda: forward(q, k, v), verify)
 
 

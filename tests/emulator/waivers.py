@@ -17,10 +17,10 @@ NONE = Waivers()
 EARLY_USE = Waivers(early_use=frozenset({"gemm_sm100.py:2348"}))
 
 #: flash-attn-4's sm_100 forward has no ``tcgen05.wait::ld`` at all: not after the softmax warps load S
-#: (flash_fwd_sm100.py:2645) and not after the correction warps load O (3242; the fences that stood there once are
-#: commented out at 2881 and 2934). Each load's registers are used before the warp signals anyone, so the use is taken
-#: as the wait; a signal before the first use is still reported.
-FA4_FORWARD_SM100 = Waivers(completes_on_use=frozenset({"flash_fwd_sm100.py:2645", "flash_fwd_sm100.py:3242"}))
+#: (flash_fwd_sm100.py:2645), not where the correction warps load O to rescale it (3141) and to write it out (3242). (Both calls
+#: in that file, 2881 and 2934, are commented out, with the loads they stood behind.) Each load's registers are used before
+#: the warp signals anyone, so the use is taken as the wait; a signal before the first use is still reported.
+FA4_FORWARD_SM100 = Waivers(completes_on_use=frozenset({"flash_fwd_sm100.py:2645", "flash_fwd_sm100.py:3141", "flash_fwd_sm100.py:3242"}))
 
 #: flash-attn-4's sm_100 backward masks S before the ``wait::ld`` of its load (flash_bwd_sm100.py:3578). Its MMA warp ends
 #: with a release (``pipeline_Kt.consumer_release`` at 2926, with head size 64 ``handle_Q.release`` at 3077) whose arrival
