@@ -44,7 +44,8 @@ class BackwardBarriers:
     ``kv_*``: two key tiles' K and V. ``q_*``, ``do_*``, ``stat_*``: ``stages`` query tiles. Once per query tile: ``s_full``, ``dp_full``,
     ``dq_full`` a product is there (MMA); ``s_read``, ``dp_read`` it is in registers, ``p_ready``, ``ds_ready`` codes are stored (8 compute
     warps); ``dq_read`` dQ is in registers (4 reduction warps). Once per key tile: ``dkv_full`` dV and dK are complete
-    (MMA), ``dv_read``, ``dk_read`` they are in registers (4 reduction warps).
+    (MMA), ``dv_read``, ``dk_read`` they are in registers (4 reduction warps). ``landing``: a tile that the load
+    warp has to finish has come.
     """
 
     stages: int
@@ -54,7 +55,7 @@ class BackwardBarriers:
         sizes += [(name, self.stages, 1) for name in ("q_full", "q_empty", "do_full", "do_empty", "stat_full")]
         sizes += [("stat_empty", self.stages, 8), ("s_full", 1, 1), ("s_read", 1, 8), ("p_ready", 1, 8), ("dp_full", 1, 1)]
         sizes += [("dp_read", 1, 8), ("ds_ready", 1, 8), ("dq_full", 1, 1), ("dq_read", 1, 4)]
-        sizes += [("dkv_full", 1, 1), ("dv_read", 1, 4), ("dk_read", 1, 4)]
+        sizes += [("dkv_full", 1, 1), ("dv_read", 1, 4), ("dk_read", 1, 4), ("landing", 1, 1)]
         places, at = {}, 0
         for name, many, arrivals in sizes:
             places[name] = (at, many, arrivals)

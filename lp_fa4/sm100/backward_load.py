@@ -1,7 +1,8 @@
 """Load warp of the backward: TMA of K, V, Q and dO, bulk copies of their scales (two atoms of what serves two products) and of statistics.
 
 Payloads are addressed at their jagged offset, scales at the 128-row tile rule: a tile's payload may reach into the next sequence, its
-scales never do.
+scales never do. K and Q are contracted over tokens too, where a code of another row meets a 0 of dS: that is 0 unless the code is a NaN,
+and past the last sequence it may be one. So the rows of a tile's last, partial block are overwritten with zeros before it is handed over.
 """
 
 import cutlass
@@ -11,8 +12,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm100.atoms import SF_BYTES, load_scales
 from lp_fa4.sm100.backward_config import TILE
-from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step
-from lp_fa4.sm100.sync import wait
+from lp_fa4.sm100.backward_work import effect, fetch, item_count, key_tile, query_step
+from lp_fa4.sm100.sync import arrive, wait
 
 
 @cute.jit
@@ -21,28 +22,30 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
     spec, stages = kernel.spec, kernel.tuning.stages
     count, step = item_count(args), Int32(cute.arch.grid_dim()[0])
     index = Int32(cute.arch.block_idx()[0])
-    turn, tiles = Int32(0), Int32(0)
+    turn, tiles, landed = Int32(0), Int32(0), Int32(0)
     while index < count:
         entry = fetch(args, index)
         for n in cutlass.range(entry.begin, entry.end, unroll=1):
             item = key_tile(spec, args, entry, index, n)
             if item.steps > 0:
-                load_keys(kernel, args, shared, bars, item, tiles)
+                landed = load_keys(kernel, args, shared, bars, item, tiles, landed)
                 for s in cutlass.range(item.steps, unroll=1):
                     head, tile = query_step(spec, item, s)
                     stage, free = (turn + s) % stages, ((turn + s) // stages & 1) ^ 1
-                    load_queries(kernel, args, shared, bars, item, head, tile, stage, free)
+                    landed = load_queries(kernel, args, shared, bars, item, head, tile, stage, free, landed)
                 turn += item.steps
                 tiles += 1
         index += step
 
 
 @cute.jit
-def load_keys(kernel: cutlass.Constexpr, args, shared, bars, item, tiles):
+def load_keys(kernel: cutlass.Constexpr, args, shared, bars, item, tiles, landed):
     """K and V of a key tile, K's scales along both axes, V's along the head dimension."""
     bar, dim = kernel.barriers, kernel.spec.head_dim
     buffer = tiles & 1
-    full = bars + bar.kv_full + buffer
+    left = item.keys - item.row
+    partial = is_partial(left)
+    full = bars + (Int32(bar.landing) if partial else bar.kv_full + buffer)
     wait(bars + bar.kv_empty + buffer, (tiles >> 1 & 1) ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE * dim + 3 * SF_BYTES)
@@ -55,14 +58,22 @@ def load_keys(kernel: cutlass.Constexpr, args, shared, bars, item, tiles):
     tile = item.first_key // TILE + item.sequence + item.tile
     for scales, target in ((args.sf_k, shared.sf_k), (args.sf_kt, shared.sf_kt), (args.sf_v, shared.sf_v)):
         load_scales(scales, tile, item.head, target, buffer, full)
+    if partial:
+        clear_rows(kernel, shared.k, buffer, left, bars + bar.landing, landed, bars + bar.kv_full + buffer)
+        landed += 1
+    return landed
 
 
 @cute.jit
-def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile, stage, free):
+def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile, stage, free, landed):
     """Q, statistics and dO of one query tile into ``stage``."""
     spec, bar, dim = kernel.spec, kernel.barriers, kernel.spec.head_dim
     mma = kernel.atoms.scores().get_slice(0)
-    full = bars + bar.q_full + stage
+    left = item.queries - tile * TILE
+    partial = is_partial(left)
+    if const_expr(spec.shared):  # past the last row TMA writes zeros
+        partial = False
+    full = bars + (Int32(bar.landing) if partial else bar.q_full + stage)
     wait(bars + bar.q_empty + stage, free)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * dim + 2 * SF_BYTES)
@@ -74,6 +85,9 @@ def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile
         row = item.first_query // TILE + item.sequence + tile
     load_scales(args.sf_q, row, head, shared.sf_q, stage, full)
     load_scales(args.sf_qt, row, head, shared.sf_qt, stage, full)
+    if partial:
+        clear_rows(kernel, shared.q, stage, left, bars + bar.landing, landed, bars + bar.q_full + stage)
+        landed += 1
 
     full = bars + bar.stat_full + stage
     wait(bars + bar.stat_empty + stage, free)
@@ -90,6 +104,26 @@ def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile
     cute.copy(args.tma_do, here[None, tile], there[None, stage], tma_bar_ptr=full)
     load_scales(args.sf_do, item.tile_row + tile, head, shared.sf_do, stage, full)
     load_scales(args.sf_dot, item.tile_row + tile, head, shared.sf_dot, stage, full)
+    return landed
+
+
+@cute.jit
+def is_partial(left: Int32):
+    """Whether a tile with ``left`` rows to the sequence's end has a block of 32 of which some rows are someone else's."""
+    return left < TILE and left % 32 > 0
+
+
+@cute.jit
+def clear_rows(kernel: cutlass.Constexpr, tile, stage, left, landing, landed, full):
+    """Wait until a tile is there, write zeros to its rows from ``left`` to the end of their block of 32, and hand it over. A row's bytes
+    lie together, swizzled among themselves."""
+    dim = kernel.spec.head_dim
+    wait(landing, landed & 1)
+    base = Int32(tile.iterator.toint()) + stage * (TILE * dim)
+    for at in cutlass.range(left * dim + 16 * cute.arch.lane_idx(), (left + 31) // 32 * (32 * dim), 512, unroll=1):
+        effect([base + at], "{.reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z};}", "r")
+    cute.arch.fence_proxy("async.shared", space="cta")
+    arrive(full)
 
 
 @cute.jit

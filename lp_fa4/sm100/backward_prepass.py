@@ -119,6 +119,8 @@ class Prepass:
         smem = cutlass.utils.SmemAllocator()
         column_sums = smem.allocate_tensor(Float32, cute.make_layout((4, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16)
         self.zero(dk, dv, offsets_k, batch)
+        if const_expr(spec.jagged):
+            self.zero_codes(do8, Int32(offsets_q[batch]))
         if left > 0:  # the tile rule leaves rows that own nothing
             keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
             # scale group of the last key that row 0 of the tile sees, and of the sequence's last
@@ -143,6 +145,19 @@ class Prepass:
                 offset = Int64(row) * width + 16 * i
                 for base in (dk_base, dv_base):
                     effect([base + offset], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
+
+    @cute.jit
+    def zero_codes(self, do8: cute.Tensor, end: Int32):
+        """Zero the rows of dO8 past the last sequence that a tile of 128 can reach: no NaN code may meet a 0 of P."""
+        bid, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        row_bytes = Int32(do8.shape[1]) * self.spec.head_dim
+        stop = cutlass.min(end + TILE, Int32(do8.shape[0]))
+        for row in cutlass.range(end + bid, stop, grid, unroll=1):
+            for i in cutlass.range(tid, row_bytes // 16, THREADS, unroll=1):
+                at = do8.iterator.toint() + Int64(row) * row_bytes + 16 * i
+                effect([at], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
 
     @cute.jit
     def row_values(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32):

@@ -125,6 +125,9 @@ def case(
         changes["dq_dtype"] = getattr(torch, changes["dq_dtype"])
     p = problem(**problem_of)
     p = replace(p, config=p.config.with_(grad_format="bf16").with_(**changes))
+    for x, offsets in ((p.q, p.offsets_q), (p.k, p.offsets_k), (p.v, p.offsets_k)):
+        if offsets is not None:
+            x.codes[int(offsets[-1]) :] = 0x7F  # NaN: nothing past the last sequence may be read
     dout = gradient(p, problem_of.get("seed", 0), growth)
     dlse = torch.randn(p.heads, p.rows, generator=torch.Generator().manual_seed(7)) if lse else None
     judge = Judge(p, dout, dlse)
