@@ -190,6 +190,13 @@ def test_fa4_path(fa4):
     got = run(module, x, offsets)
     found = ratios(got, exact(module, x, offsets))
     assert min(found.values()) > 40 and (got[0][0] == 0).all()
+    calls = len(fa4)
+    for lengths in ([], [0, 0]):  # nothing for it to launch on
+        x, offsets = batch(lengths)
+        out, dx, grads = run(module, x, offsets)
+        assert out.shape == (len(lengths), SEEDS, DIM) and not out.any() and dx.shape == x.shape
+        assert all(grad is not None and not grad.any() for grad in grads.values())
+    assert len(fa4) == calls
     torch._dynamo.reset()
     rows = torch.randn(2 * SEEDS, HEADS, DIM // HEADS).bfloat16().requires_grad_()
     k, v = (torch.randn(90, HEADS, DIM // HEADS).bfloat16().requires_grad_() for _ in range(2))
