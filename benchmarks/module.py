@@ -486,13 +486,15 @@ def note_of(environment: dict[str, Any]) -> str:
     return f"{machine.get('gpu', machine['cpu'])} · torch {environment['versions'].get('torch')} · {environment['date'][:10]} · {commit}"
 
 
-def run(config: ModuleConfig, device: torch.device) -> list[dict[str, Any]]:
-    """One process's rows."""
+def run(config: ModuleConfig, device: torch.device, save: Callable[[list[dict[str, Any]]], Any] | None = None) -> list[dict[str, Any]]:
+    """One process's rows; ``save`` gets those that are done after each."""
     modules: dict[str, nn.Module] = {name: make_module(config, name, device) for name in config.precisions}
-    results = []
+    results: list[dict[str, Any]] = []
     for shape in shapes_of(config):
         say(f"{shape.name}: {shape.tokens:,} events")
         results.append(measure_shape(config, shape, modules, device, config.seed))
+        if save is not None:
+            save(results)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -522,8 +524,12 @@ def main(argv: Sequence[str]) -> int:
 
         return run_scaling(config, device)
     path = config.out / f"{config.name}.json"
-    results = run(config, device)
-    record = write_record(path, "module", config, {"shapes": results, "compiled_kernels": _compilations()}, device)
+
+    def save(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return write_record(path, "module", config, {"shapes": rows, "compiled_kernels": _compilations()}, device)
+
+    results = run(config, device, save)
+    record = save(results)
     draw(config.out / f"{config.name}.png", config, results, note_of(record["environment"]))
     print(report(config, results), flush=True)
     print(f"\nwritten: {path}")
