@@ -194,16 +194,20 @@ class InputGradient:
             b = thread.make_fragment_B(thread.partition_B(slab))
         columns = cute.make_rmem_tensor(self.runs, Float32)
         columns.fill(0.0)
-        first, step = bid // spec.cluster * spec.groups + group, grid // spec.cluster * spec.groups
+        # Each warpgroup takes a run of tiles, so that it seldom meets another sequence.
+        runs, tiles = grid // spec.cluster * spec.groups, cute.ceil_div(at.limit, TILE)
+        run = bid // spec.cluster * spec.groups + group
+        first, last = Int32(Int64(tiles) * run // runs), Int32(Int64(tiles) * (run + 1) // runs)
         turn, cached = Int32(0), Int32(-1)
         # Of the tile to come: places (sequences, rows of scales), dk and its exponents.
-        places = cute.make_rmem_tensor(5, Int32)
+        places = cute.make_rmem_tensor(8, Int32)
+        places.fill(0)
         codes = cute.make_rmem_tensor((4 if spec.dk.mx else 8, spec.rows // DEPTH, 2), Uint32)
         bytes_ = cute.make_rmem_tensor((spec.rows // DEPTH, 2), Int32)
         self.locate(io, at, first, places)
         self.load_codes(io, at, first, places, codes, bytes_, True)
-        for tile in cutlass.range(first, cute.ceil_div(at.limit, TILE), step, unroll=1):
-            cached = self.tile(mma, b, io, at, here, columns, places, codes, bytes_, tile, step, turn, cached)
+        for tile in cutlass.range(first, last, unroll=1):
+            cached = self.tile(mma, b, io, at, here, columns, places, codes, bytes_, tile, turn, cached)
             turn = turn + 1
         if const_expr(spec.need_norm):
             lane = tid % 32
@@ -274,23 +278,28 @@ class InputGradient:
 
     @cute.jit
     def locate(self, io, at, tile: Int32, places: cute.Tensor):
-        """Where this thread's rows (``r`` and ``r + 8``) of a tile lie: their rows of the scales (2), their sequences (2), and the sequence
-        of the whole tile (-1 if it has several, or a row past the end)."""
-        low, high = Int32(0), Int32(0)
+        """Where this thread's rows (``r`` and ``r + 8``) of a tile lie. ``places``: their rows of the scales (2), their sequences (2), the
+        sequence of the whole tile (-1 if it has several, or a row past the end); the sequence of the first row, where it begins and ends,
+        kept from tile to tile."""
+        token0 = tile * TILE
+        low, high = places[5], places[5]
         if const_expr(self.spec.lookup):
-            low = search(io.offsets, Int32(0), at.batch, tile * TILE)
-            high = search(io.offsets, low, at.batch, tile * TILE + TILE - 1)
+            if (token0 >= places[7]) & (token0 < at.total):
+                low = search(io.offsets, low, at.batch, token0)
+                places[5], places[6], places[7] = low, Int32(io.offsets[low]), Int32(io.offsets[low + 1])
+            high = low
+            if cutlass.min(token0 + TILE, at.total) > places[7]:
+                high = search(io.offsets, low, at.batch, token0 + TILE - 1)
         for i in cutlass.range_constexpr(2):
             row = self.row_of(at, tile, i)
+            places[i], places[2 + i] = row // GROUP, Int32(0)
             if const_expr(self.spec.lookup):
-                b = search_alone(io.offsets, low, high, row)
-                begin = Int32(io.offsets[b])
-                places[i] = begin // GROUP + b + (row - begin) // GROUP
-                places[2 + i] = b
-            else:
-                places[i] = row // GROUP
-                places[2 + i] = Int32(0)
-        places[4] = low if (low == high) & (tile * TILE + TILE <= at.total) else Int32(-1)
+                b, begin = low, places[6]
+                if low < high:
+                    b = search_alone(io.offsets, low, high, row)
+                    begin = Int32(io.offsets[b])
+                places[i], places[2 + i] = begin // GROUP + b + (row - begin) // GROUP, b
+        places[4] = low if (low == high) & (token0 + TILE <= at.total) else Int32(-1)
 
     @cute.jit
     def load_codes(self, io, at, tile: Int32, places: cute.Tensor, codes: cute.Tensor, bytes_: cute.Tensor, early: cutlass.Constexpr):
@@ -345,7 +354,6 @@ class InputGradient:
         codes: cute.Tensor,
         bytes_: cute.Tensor,
         tile: Int32,
-        step: Int32,
         turn: Int32,
         cached: Int32,
     ) -> Int32:
@@ -358,7 +366,7 @@ class InputGradient:
         rows, rows_of_scales, sequences, whole = [row0, row0 + 8], [places[0], places[1]], [places[2], places[3]], places[4]
         bases = [Int64(0), Int64(0)]
         self.load_codes(io, at, tile, places, codes, bytes_, False)
-        self.prefetch(io, at, tile + step)
+        self.prefetch(io, at, tile + 1)
         tops = [Int32(0), Int32(0)]
         if const_expr(spec.dk.mx):
             for i in cutlass.range_constexpr(2):
@@ -404,8 +412,7 @@ class InputGradient:
                 self.load_x(io, at, tile, xs, scale)
             if const_expr(spec.dv is not None and c == min(DV_AFTER, chunks - 1)):
                 self.load_dv(io, at, tile, rows_of_scales, dvs, dv_bytes)
-        if tile + step < cute.ceil_div(at.limit, TILE):
-            self.locate(io, at, tile + step, places)
+        self.locate(io, at, tile + 1, places)
         if const_expr(spec.mean):
             cached = self.keep_mean(io, at, here, whole, cached)
             for i in cutlass.range_constexpr(2):
@@ -450,12 +457,13 @@ class InputGradient:
                     sums[i] = sums[i] + acc[index] * xhat
             if const_expr(spec.need_norm):
                 columns[q] = columns[q] + sum_rows(column_sums)
-        self.load_codes(io, at, tile + step, places, codes, bytes_, True)
         if const_expr(spec.need_x):
             for i in cutlass.range_constexpr(2):
                 sums[i] = quad_sum(sums[i])
             if const_expr(spec.cluster > 1):
                 sums = self.exchange(at, here.exchange, sums, turn)
+        self.load_codes(io, at, tile + 1, places, codes, bytes_, True)  # after the exchange, whose fence waits for what is in flight
+        if const_expr(spec.need_x):
             for i in cutlass.range_constexpr(2):
                 if rows[i] < at.total:
                     share = scale[i] * (sums[i] * Float32(1.0 / spec.columns))

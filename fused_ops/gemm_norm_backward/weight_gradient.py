@@ -168,9 +168,10 @@ class WeightGradient:
                     stage = Int32(0)
                 # The next step's stage was last read two steps ago; everyone has waited for that since.
                 self.convert(at, codes[1 - n], bytes_[1 - n], stage)
+                if const_expr(not spec.warp_mma):  # before the loads: a fence waits for what is in flight
+                    cute.arch.fence_view_async_shared()
                 self.load(io, at, codes[1 - n], bytes_[1 - n], place, step + n + 3)
                 if const_expr(not spec.warp_mma):
-                    cute.arch.fence_view_async_shared()
                     warpgroup.wait_group(1)
                 cute.arch.sync_threads()
         if const_expr(not spec.warp_mma):
