@@ -43,9 +43,10 @@ def per_token(p: AttentionProblem, x: torch.Tensor) -> torch.Tensor:
 class Judge:
     """Right: per sequence and head, the error of each gradient against FP64 is at most twice that of the reference, which rounds at the
     same points. The floor is FP32 accumulation in another order (1e-5), or the gradient's own format. Gradients of rows that
-    belong to no sequence are exactly 0; a NaN shows where the reference has it and nowhere else."""
+    belong to no sequence are exactly 0; a NaN shows where the reference has it and nowhere else.
+    ``repeatable``: dQ is the same bit for bit in every run."""
 
-    def __init__(self, p: AttentionProblem, dout: torch.Tensor, dlse: torch.Tensor | None):
+    def __init__(self, p: AttentionProblem, dout: torch.Tensor, dlse: torch.Tensor | None, repeatable: bool = False):
         self.p = p
         self.result = reference.forward(p)
         self.want = reference.backward(p, self.result, dout, dlse=dlse)
@@ -65,6 +66,7 @@ class Judge:
             total = (out * torch.where(inside, dout, 0)).sum() + torch.where(seen, lse * dlse, 0.0).sum()
             self.exact = torch.autograd.grad(total, leaves)
         self.worst: dict[str, float] = {}
+        self.repeatable, self.first = repeatable, None
 
     def whole(self, grads: Gradients, name: str) -> torch.Tensor:
         x = values(getattr(grads, name))
@@ -85,6 +87,9 @@ class Judge:
 
     def __call__(self, got: Gradients) -> None:
         fmt = self.p.config.grad_format
+        if self.repeatable:
+            self.first = got.dq if self.first is None else self.first
+            assert torch.equal(got.dq, self.first), "dq differs from run to run"
         assert (got.dv_mean is None) == (self.want.dv_mean is None)
         if got.dv_mean is not None:
             torch.testing.assert_close(got.dv_mean, self.want.dv_mean, rtol=1e-4, atol=1e-6)
@@ -130,5 +135,5 @@ def case(
             x.codes[int(offsets[-1]) :] = 0x7F  # NaN: nothing past the last sequence may be read
     dout = gradient(p, problem_of.get("seed", 0), growth)
     dlse = torch.randn(p.heads, p.rows, generator=torch.Generator().manual_seed(7)) if lse else None
-    judge = Judge(p, dout, dlse)
+    judge = Judge(p, dout, dlse, (run_of or {}).get("deterministic", False))
     return Case(str(problem_of), arch, None, lambda: run(p, judge.result, dout, arch=arch, dlse=dlse, **(run_of or {})), judge)
