@@ -82,7 +82,8 @@ def run(
 
     Args:
         check: run the race checker; gangs are one warp wide then.
-        waivers: what the checker lets pass for this kernel (``check.Waivers``).
+        waivers: what the checker lets pass for this kernel (``check.Waivers``), or a dict from a part of a kernel's name to
+            what it lets pass there.
         collect: leave the checker's reports in ``machine.reports`` instead of raising.
         muted: instructions whose edges the race checker leaves out while the run itself is unchanged (``faults.py``).
 
@@ -94,6 +95,8 @@ def run(
     if check:
         from .check import Checker
 
+        if isinstance(waivers, dict):
+            waivers = next((w for part, w in waivers.items() if part in launch.name), None)
         make_checker = functools.partial(Checker, waivers=waivers)
     machine = Machine(
         launch,

@@ -62,8 +62,8 @@ class Report:
 class Waivers:
     """Known omissions of a kernel, by name; each needs a reason where it is used.
 
-    Each names source lines (``file.py:line``, of the instruction said below), so that the same omission elsewhere in the
-    kernel is still reported.
+    Each names source lines (``file.py:line``, or ``file.py`` for sources whose lines still move) of the instruction said
+    below, so that the same omission elsewhere in the kernel is still reported.
 
     Attributes:
         early_use: of ``tcgen05.ld``s whose registers may be used before ``wait::ld`` (the hardware's register scoreboard
@@ -413,7 +413,7 @@ class Checker:
             shadow.asynchronous[idx] = asynchronous
             shadow.site[idx] = site
         else:
-            if not epochs.all() and I.loc not in self.waivers.uninitialised:
+            if not epochs.all() and not {I.loc, I.loc.split(":")[0]} & self.waivers.uninitialised:
                 cell = self._cell(idx, int(np.argmin(epochs)))
                 self._uninitialised(space, cell, g, I)
             read_epochs, read_sites = shadow.reader(agent)
