@@ -15,6 +15,9 @@ WARP_MMA_COLUMNS = 128
 in registers too."""
 SHARED_BYTES = 216 * 1024
 """Shared memory for a CTA's part of the weight."""
+RUN = 32_768
+"""Most tokens that one accumulator of the weight gradient sums: tensor cores cut each of their additions (2,048 of them) instead of
+rounding it, so a sum shrinks by up to 2^-25 of itself with each; longer runs are cut and added in FP32."""
 STAGES = 3
 SINGLE = "mx", "bfloat16"
 
@@ -106,6 +109,11 @@ class WeightSpec:
     def tiles(self) -> int:
         """CTAs that see the same tokens."""
         return self.rows // self.tile_rows * (self.columns // self.tile_columns)
+
+    def splits(self, tokens: int, multiprocessors: int) -> int:
+        """Runs of tokens: whole waves of CTAs, none longer than ``RUN``."""
+        wave = max(1, multiprocessors // self.tiles)
+        return max(1, min(wave * -(-tokens // (wave * RUN)), -(-tokens // TILE)))
 
     @property
     def lookup(self) -> bool:

@@ -91,8 +91,7 @@ def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tenso
     (dk_kind, dk, dk_scale), (xn_kind, xn, xn_scale) = operand(dk), operand(xn)
     assert dk_kind is not None and xn_kind is not None
     spec = WeightSpec(rows, columns, dk_kind, xn_kind, dense=offsets is None, warp_mma=arch_of(device) != "sm_90a")
-    splits = max(1, min(multiprocessors(device) // spec.tiles, -(-tokens // TILE)))
-    parts = torch.empty(splits, rows, columns, dtype=torch.float32, device=device)
+    parts = torch.empty(spec.splits(tokens, multiprocessors(device)), rows, columns, dtype=torch.float32, device=device)
     compiled = compile_weight_gradient(arch_of(device), None if offsets is None else dtype_name(offsets), spec)
     launch(compiled, device, dk, dk_scale, xn, xn_scale, offsets, parts)
     return parts.sum(0)

@@ -5,7 +5,7 @@ each code becomes BF16 under its exponent (exact) on its way from registers to s
 64 tokens may hold any number of sequences, none needs a segment or pads of its own, and what belongs to no sequence enters as 0. BF16 takes
 operands with tokens along either axis, FP8 would need both turned.
 
-A CTA owns a tile of the result and one of ``splits`` runs of tokens. While the MMAs of a step run, the same warps convert the next step
+A CTA owns a tile of the result and a run of tokens. While the MMAs of a step run, the same warps convert the next step
 and have the one after in flight. The partial sums are added by the caller, in order: the result is bitwise repeatable.
 """
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.gemm_norm_backward import reference
+from fused_ops.gemm_norm_backward.config import RUN
 from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward
 from fused_ops.operands import to_float
 from fused_ops.rmsnorm_quantize.reference import inside, per_token
@@ -19,7 +20,9 @@ from tests.fused_ops.kernel_cases import poison
 
 EPS = 1e-6
 SUMS = {"dx": 2e-6, "dnorm_weight": 2e-6, "dw_k": 2e-6}
-"""Relative Frobenius error that FP32 sums may have beside the reference's own: a thousand terms in another order, truncated in the MMA."""
+"""Relative Frobenius error that FP32 sums may have beside the reference's own: a thousand terms in another order."""
+CUT = 2.0**-25
+"""Mean loss of an addition in a tensor core, which cuts instead of rounding; dW has up to ``RUN / 16`` of them in a row."""
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 
@@ -131,6 +134,8 @@ def check(arguments, got, needs=(True, True, True)) -> dict[str, float]:
         assert mine.shape == want.shape and mine.dtype == want.dtype, name
         errors[name] = error_of(mine, right)
         allowed = 2 * error_of(want, right) + SUMS[name] + (ROUNDING[dtype] * 0.1 if name == "dx" else 0.0)
+        if name == "dw_k":
+            allowed += CUT * min(RUN, arguments[0].shape[0]) / 16
         assert errors[name] <= allowed, f"{name}: error {errors[name]:.3g}, allowed {allowed:.3g}"
     if arguments[-1] is not None and got[0] is not None:
         assert bool((got[0][int(arguments[-1][-1]) :] == 0).all()), "dx past the last offset is not 0"
