@@ -116,7 +116,7 @@ def time_burst(variants: Mapping[str, Callable[[], Any]], device: torch.device, 
             torch.cuda.synchronize(device)
             time.sleep(pause)
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # half a millisecond in which the host queues everything
+            torch.cuda._sleep(5_000_000)  # some 2.5 ms in which the host queues everything
             start.record()
             variants[name]()
             stop.record()

@@ -9,8 +9,8 @@ KEY_TILE = 128
 
 FEW_KEYS = 256
 """Keys of a CTA of ``forward_few``."""
-FEW_COLUMNS = (16, 64)
-"""Its widths: query rows times heads of a group, rounded up."""
+FEW_COLUMNS = (8, 16, 64)
+"""Its widths: query rows times heads of a group, rounded up. Its scalar work grows with them."""
 
 
 @dataclass(frozen=True)

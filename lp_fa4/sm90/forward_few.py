@@ -6,7 +6,8 @@ queries do not pay for 64 rows of one, and the query heads that share a key/valu
 for, its two neighbours on the multiprocessor hide. Each CTA leaves its part, ``forward_merge`` adds the parts.
 
 The slot of a CTA follows the tile rule (256 tokens), so there is no work list. With centred P every CTA of a sequence needs
-the same centre: it takes the mean score of the sequence's first 64 keys, which it loads beside its own (from L2).
+the same centre: it takes the mean score of the sequence's first 32 keys, which it loads before its own (from L2).
+Shared memory is kept under 75 KB, so that three CTAs share a multiprocessor.
 """
 
 import cutlass
@@ -26,8 +27,8 @@ from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
 from lp_fa4.sm90.transpose import load16
 
 THREADS = 128
-HEAD_KEYS = 64
-"""First keys of the sequence whose mean score is the centre."""
+HEAD_KEYS = 32
+"""First keys of the sequence whose mean score is the centre, and keys of one load."""
 
 
 @cute.jit
@@ -91,7 +92,8 @@ class FewQueries:
             return cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=modes))
 
         l_q = shared_layout(E4M3, (n, d, 1), d)
-        l_k = shared_layout(E4M3, (HEAD_KEYS, d, 5 if spec.centred else 4), d)
+        l_k = shared_layout(E4M3, (HEAD_KEYS, d, KEYS // HEAD_KEYS + int(spec.centred)), d)
+        l_a = shared_layout(E4M3, (64, d, KEYS // 64), d)
         l_v = shared_layout(E4M3, (d, 128, 2), 128)
         l_p = shared_layout(E4M3, (n, 128, 2), 128)
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -100,7 +102,25 @@ class FewQueries:
         slots, kv_heads = Int32(parts.shape[0]), Int32(k.shape[1])
         mma = hopper_mma(n)
         self.kernel(
-            mma, k_atom, t_k, v_atom, t_v, q, q_scale, k_scale, v_scale, offsets, parts, stats, scale_log2, kv_heads, l_q, l_k, l_v, l_p
+            mma,
+            k_atom,
+            t_k,
+            v_atom,
+            t_v,
+            q,
+            q_scale,
+            k_scale,
+            v_scale,
+            offsets,
+            parts,
+            stats,
+            scale_log2,
+            kv_heads,
+            l_q,
+            l_k,
+            l_a,
+            l_v,
+            l_p,
         ).launch(grid=[slots * kv_heads, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -122,6 +142,7 @@ class FewQueries:
         kv_heads: Int32,
         l_q: cute.ComposedLayout,
         l_k: cute.ComposedLayout,
+        l_a: cute.ComposedLayout,
         l_v: cute.ComposedLayout,
         l_p: cute.ComposedLayout,
     ):
@@ -147,10 +168,15 @@ class FewQueries:
         s_q = storage.q.get_tensor(l_q.outer, swizzle=l_q.inner)
         s_k = storage.k.get_tensor(l_k.outer, swizzle=l_k.inner)
         s_v = storage.v.get_tensor(l_v.outer, swizzle=l_v.inner)
-        s_p = storage.k.get_tensor(l_p.outer, swizzle=l_p.inner)  # over K, which is read by then
+        # the MMA takes 64 keys: the sequence's first 32 with the first 32 of this CTA behind them, then this CTA's by 64
+        head = storage.k.data_ptr()
+        own = head + (HEAD_KEYS * spec.head_dim if const_expr(spec.centred) else 0)
+        s_head = cute.make_tensor(cute.recast_ptr(head, l_a.inner, dtype=E4M3), l_a.outer)
+        s_own = cute.make_tensor(cute.recast_ptr(own, l_a.inner, dtype=E4M3), l_a.outer)
+        s_p = cute.make_tensor(cute.recast_ptr(own, l_p.inner, dtype=E4M3), l_p.outer)  # over K, which is read by then
         factors = storage.factors.get_tensor(cute.make_layout(n))
         reduced = storage.reduced.get_tensor(cute.make_layout((n, 4, 4)))
-        q_base, k_base, v_base = (Int32(x.data_ptr().toint()) for x in (storage.q, storage.k, storage.v))
+        q_base, k_base, v_base = (Int32(x.toint()) for x in (storage.q.data_ptr(), own, storage.v.data_ptr()))
         b = find_sequence(offsets, batch, slot, KEYS)
         first_key = Int32(offsets[b])
         keys = Int32(offsets[b + 1]) - first_key
@@ -169,7 +195,8 @@ class FewQueries:
             self.compute(
                 mma,
                 s_q,
-                s_k,
+                s_head,
+                s_own,
                 s_v,
                 s_p,
                 bars,
@@ -211,9 +238,9 @@ class FewQueries:
             cute.arch.mbarrier_arrive_and_expect_tx(bars, (k_tiles + extra) * (HEAD_KEYS * d))
             cute.arch.mbarrier_arrive_and_expect_tx(bars + 1, v_tiles * (128 * d))
         if const_expr(spec.centred):
-            cute.copy(k_atom, h_gmem[None, 0], k_smem[None, 4], tma_bar_ptr=bars)
+            cute.copy(k_atom, h_gmem[None, 0], k_smem[None, 0], tma_bar_ptr=bars)
         for i in cutlass.range(k_tiles, unroll=1):
-            cute.copy(k_atom, k_gmem[None, i], k_smem[None, i], tma_bar_ptr=bars)
+            cute.copy(k_atom, k_gmem[None, i], k_smem[None, i + extra], tma_bar_ptr=bars)
         for i in cutlass.range(v_tiles, unroll=1):
             cute.copy(v_atom, v_gmem[None, i], v_smem[None, i], tma_bar_ptr=bars + 1)
 
@@ -227,8 +254,8 @@ class FewQueries:
         tid, _, _ = cute.arch.thread_idx()
         first_row = Int32(0) if const_expr(spec.shared) else b * queries
         chunks = d // 16
-        for i in cutlass.range_constexpr(n * chunks // THREADS):
-            column, chunk = (tid + i * THREADS) // chunks, (tid + i * THREADS) % chunks
+        for piece in cutlass.range(tid, n * chunks, THREADS, unroll=1):
+            column, chunk = piece // chunks, piece % chunks
             words = cute.make_rmem_tensor(4, Uint32)
             words.fill(0)
             if column < queries * spec.group:
@@ -249,8 +276,8 @@ class FewQueries:
 
     @cute.jit
     def compute(
-        self, mma, s_q, s_k, s_v, s_p, bars, factors, reduced, p_base: Int32, v_base: Int32, k_scale, v_scale, parts, stats, slot: Int32,
-        kv_head: Int32, b: Int32, first_key: Int32, keys: Int32, start: Int32,
+        self, mma, s_q, s_head, s_own, s_v, s_p, bars, factors, reduced, p_base: Int32, v_base: Int32, k_scale, v_scale, parts, stats,
+        slot: Int32, kv_head: Int32, b: Int32, first_key: Int32, keys: Int32, start: Int32,
     ):  # fmt: skip
         """Scores, softmax over this CTA's keys, P V; results to ``parts`` and ``stats``."""
         spec = self.spec
@@ -259,14 +286,16 @@ class FewQueries:
         warp, lane = tid // 32, tid % 32
         queries = Int32(parts.shape[2])
         part = mma.get_slice(0)
-        a_k, b_q = part.make_fragment_A(part.partition_A(s_k)), part.make_fragment_B(part.partition_B(s_q))
+        a_k, a_head = part.make_fragment_A(part.partition_A(s_own)), part.make_fragment_A(part.partition_A(s_head))
+        b_q = part.make_fragment_B(part.partition_B(s_q))
         a_v, b_p = part.make_fragment_A(part.partition_A(s_v)), part.make_fragment_B(part.partition_B(s_p))
         shape = mma.partition_shape_C((64, n))
         blocks = KEYS // 64
         scores = [cute.make_rmem_tensor(shape, Float32) for _ in range(blocks + int(spec.centred))]
         cute.arch.mbarrier_wait(bars, 0)
         for m in cutlass.range_constexpr(len(scores)):
-            issue(mma, scores[m], a_k[None, None, None, m], b_q[None, None, None, 0])
+            keys_m = a_k[None, None, None, m] if const_expr(m < blocks) else a_head[None, None, None, 0]
+            issue(mma, scores[m], keys_m, b_q[None, None, None, 0])
         warpgroup.wait_group(0)
         row, last = first_key // 32 + b, cutlass.max(cute.ceil_div(keys, 32) - 1, 0)
         exponents, undo = [], []
@@ -290,8 +319,9 @@ class FewQueries:
                         factor = visible_factor(factor * scale)
                     for r in cutlass.range_constexpr(2):
                         i = c + 2 * r + 4 * j
-                        key = (start + 64 * m if const_expr(m < blocks) else Int32(0)) + 16 * warp + lane // 4 + 8 * r
-                        scores[m][i] = scores[m][i] * factor if key < keys else -Float32.inf
+                        key = 16 * warp + lane // 4 + 8 * r
+                        limit = keys - start - 64 * m if const_expr(m < blocks) else cutlass.min(keys, HEAD_KEYS)
+                        scores[m][i] = scores[m][i] * factor if key < limit else -Float32.inf
         # over the warp, then over the four warps: largest score, largest with V's exponent, sum of the first keys' scores
         for j in cutlass.range_constexpr(n // 8):
             for c in cutlass.range_constexpr(2):

@@ -2,7 +2,7 @@
 
 Every split left O, row sum, reference and maximum of its keys, each relative to its own reference; with centred P all
 splits of a sequence share the mean that gives the centre. One CTA merges one query row of one head: its warps take
-splits in turn, each adds its own up, and the four sums are added in order.
+splits in turn, each adds its own up, and their sums are added in order.
 """
 
 import cutlass
@@ -16,7 +16,9 @@ from lp_fa4.problem import ForwardResult
 from lp_fa4.sm90.forward_config import ForwardSpec
 from lp_fa4.sm90.forward_epilogue import store_statistics
 
-WARPS = 4
+WARPS = 8
+CHUNK = 8
+"""Splits whose loads a warp has under way at once."""
 
 
 class Output:
@@ -24,21 +26,6 @@ class Output:
 
     def __init__(self, lse, maximum, total):
         self.lse, self.maximum, self.sum = lse, maximum, total
-
-
-@cute.jit
-def over_warps(x: Float32, scratch: cute.Tensor, which: cutlass.Constexpr) -> Float32:
-    """Maximum over a CTA of ``WARPS`` warps. ``scratch [WARPS, ...]`` in shared memory; a barrier inside."""
-    tid, _, _ = cute.arch.thread_idx()
-    for i in cutlass.range_constexpr(5):
-        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i))
-    if tid % 32 == 0:
-        scratch[tid // 32, which] = x
-    cute.arch.sync_threads()
-    best = scratch[0, which]
-    for w in cutlass.range_constexpr(1, WARPS):
-        best = cute.arch.fmax(best, scratch[w, which])
-    return best
 
 
 @cute.jit
@@ -107,28 +94,44 @@ class Merge:
         keys = Int32(offsets[b + 1]) - first_key
         slot = first_key // spec.split_keys + b
         splits = cutlass.max(cute.ceil_div(keys, spec.split_keys), 1)
-        reference, highest = -Float32.inf, -Float32.inf
-        for i in cutlass.range(tid, splits, 32 * WARPS, unroll=1):
-            reference = cute.arch.fmax(reference, stats[1, slot + i, head, row])
-            highest = cute.arch.fmax(highest, stats[2, slot + i, head, row])
-        reference = over_warps(reference, scratch, 0)
-        highest = over_warps(highest, scratch, 1)
+        # a warp's splits in chunks, all loads of a chunk at once; sums relative to the largest reference so far
+        reference, highest, value = Float32(-1.0e30), -Float32.inf, Float32(0.0)
         values = cute.make_rmem_tensor(width, Float32)
         values.fill(0.0)
-        value = Float32(0.0)
-        for i in cutlass.range(warp, splits, WARPS, unroll=8):
-            weight = exp2(stats[1, slot + i, head, row] - reference)
-            value = value + stats[0, slot + i, head, row] * weight
-            columns = cute.make_rmem_tensor(width, Float32)
-            load_columns(parts, (slot + i, head, row, width * lane), columns)
+        for begin in cutlass.range(warp, splits, CHUNK * WARPS, unroll=1):
+            columns = cute.make_rmem_tensor((width, CHUNK), Float32)
+            sums, references, maxima = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(3))
+            for j in cutlass.range_constexpr(CHUNK):
+                i = slot + cutlass.min(begin + j * WARPS, splits - 1)
+                load_columns(parts, (i, head, row, width * lane), columns[None, j])
+                sums[j], references[j], maxima[j] = stats[0, i, head, row], stats[1, i, head, row], stats[2, i, head, row]
+            top = reference
+            for j in cutlass.range_constexpr(CHUNK):
+                top = cute.arch.fmax(top, references[j])
+                highest = cute.arch.fmax(highest, maxima[j])
+            weight = exp2(reference - top)
+            reference, value = top, value * weight
             for c in cutlass.range_constexpr(width):
-                values[c] = values[c] + columns[c] * weight
+                values[c] = values[c] * weight
+            for j in cutlass.range_constexpr(CHUNK):
+                weight = exp2(references[j] - top)
+                if begin + j * WARPS >= splits:
+                    weight = Float32(0.0)
+                value = value + sums[j] * weight
+                for c in cutlass.range_constexpr(width):
+                    values[c] = values[c] + columns[c, j] * weight
         for c in cutlass.range_constexpr(width):
             partial[width * lane + c, warp] = values[c]
         if lane == 0:
-            scratch[warp, 2] = value
+            scratch[warp, 0], scratch[warp, 1], scratch[warp, 2] = reference, highest, value
         cute.arch.sync_threads()
-        value = (scratch[0, 2] + scratch[1, 2]) + (scratch[2, 2] + scratch[3, 2])
+        reference, highest = scratch[0, 0], scratch[0, 1]
+        for w in cutlass.range_constexpr(1, WARPS):
+            reference, highest = cute.arch.fmax(reference, scratch[w, 0]), cute.arch.fmax(highest, scratch[w, 1])
+        weights = [exp2(scratch[w, 0] - reference) for w in range(WARPS)]
+        value = Float32(0.0)
+        for w in cutlass.range_constexpr(WARPS):
+            value = value + scratch[w, 2] * weights[w]
         empty = value == 0.0
         inverse = Float32(0.0) if empty else cute.arch.rcp_approx(value)
         center = Float32(0.0)
@@ -136,7 +139,9 @@ class Merge:
             center = exp2(stats[3, slot, head, row] - reference) if keys > 0 else Float32(0.0)
         out_row = b * queries + row
         if tid < spec.head_dim:
-            o = (partial[tid, 0] + partial[tid, 1]) + (partial[tid, 2] + partial[tid, 3])
+            o = Float32(0.0)
+            for w in cutlass.range_constexpr(WARPS):
+                o = o + partial[tid, w] * weights[w]
             if const_expr(spec.centred):
                 o = o + center * v_sum[b, head // spec.group, tid]
             o = o * inverse

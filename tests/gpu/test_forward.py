@@ -42,6 +42,9 @@ CASES = {
     "few queries": Case((5000, 0, 257, 1, 1024), queries=4),
     "few queries, head 64": Case((300, 0, 31, 1513), queries=5, dim=64, block=(128, 64), shared=False),
     "few queries, grouped heads": Case((300, 0, 31, 1513), queries=3, heads=8, kv_heads=2, block=(32, 128), shared=False),
+    "few queries, head 64, shared": Case((300, 0, 31, 1, 1513), queries=5, dim=64),
+    "few queries, groups of 128, shared": Case((300, 0, 31, 1513), queries=3, heads=8, kv_heads=2, block=(128, 128)),
+    "few queries, groups of 32, shared": Case((300, 0, 31, 1513), queries=9, block=(32, 128), centred=False),
     "forty queries": Case((1300, 33, 0), queries=40),
     "split keys": Case((5000, 0, 1025, 1, 1024), queries=40, heads=4, kv_heads=2),
     "split keys, groups of 32, not centred": Case((3000, 64), queries=20, heads=8, block=(32, 128), shared=False, centred=False),
@@ -265,7 +268,7 @@ def test_no_host_read():
 def test_one_compilation_for_all_shapes():
     from lp_fa4.compile import compile_count
 
-    for queries in (7, 40, 100):  # few queries have a kernel of their own, in two widths
+    for queries in (7, 12, 40, 100):  # few queries have a kernel of their own, in three widths
         sm90.forward(Case((5, 9), queries=queries).make(15))
     before = compile_count()
     for i in range(10):

@@ -50,7 +50,7 @@ def test_companions_compile(dtype):
     from lp_fa4.sm90.forward_config import FewSpec, ForwardSpec
     from lp_fa4.sm90.forward_few import _compile_few
 
-    _compile_few("sm_90a", dtype, FewSpec(128, 16))
+    _compile_few("sm_90a", dtype, FewSpec(128, 8))
     _compile_few("sm_90a", dtype, FewSpec(64, 64, group=4, key_scale=32, value_scale=32, query_static=False, shared=False))
     for dim in (64, 128):
         transpose._compile_transpose("sm_90a", dtype, dim, "accumulator")
