@@ -11,7 +11,7 @@ less than a product and a sum), Quack's RMSNorm backward or a compiled one, and 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -102,7 +102,7 @@ def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
 def _works() -> dict[str, Callable[[torch.device], Work]]:
     made: dict[str, Callable[[torch.device], Work]] = {}
     for millions, columns in ((1.5, 384), (1.5, 512), (6, 384), (6, 512)):
-        made[f"backward-{columns}-{millions:g}"] = lambda device, m=millions, c=columns: backward_work(int(m * 1e6), c, device)
+        made[f"backward-{columns}-{millions:g}"] = partial(backward_work, int(millions * 1e6), columns)
     return made
 
 
@@ -122,6 +122,7 @@ def check(device: torch.device, columns: int) -> None:
     rstd, mean = torch.rsqrt(x.float().square().mean(-1) + 1e-6), torch.randn(offsets.shape[0] - 1, columns, device=device)
     mine, theirs = (gemm_norm_backward(dk, dv, w, x, gain, rstd, xn, dv_mean=mean, backend=b) for b in ("auto", "reference"))
     for name, a, b in zip(mine._fields, mine, theirs, strict=True):
+        assert a is not None and b is not None
         error = float((a.double() - b.double()).norm() / b.double().norm())
         if not error < (4e-3 if name == "dx" else 1e-5):
             raise RuntimeError(f"gemm_norm_backward: {name} differs from the reference by {error:.3g}: not timed")

@@ -49,7 +49,7 @@ def gemm_norm_backward_op(
     )
     weight = unflatten(w_k, w_scale, w_block)
     compute = reference.gemm_norm_backward
-    if choose("gemm_norm_backward", x.device, backend, reasons_against(x, weight, left, extra, right)) != "reference":
+    if choose("gemm_norm_backward", x.device, backend, reasons_against(x, weight, left, extra, right)) != "reference":  # type: ignore[arg-type]
         from fused_ops.gemm_norm_backward import kernel
 
         compute = kernel.gemm_norm_backward  # type: ignore[assignment]
