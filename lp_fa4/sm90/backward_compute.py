@@ -62,29 +62,50 @@ CONSUMERS = 256
 
 
 @cute.jit
-def key_factors(spec, item, warp):
-    """(factor of K in S, factor of V in dP, factor of K in dQ, its share in the codes that meet K) of this warp's 16 keys."""
-    at = item.record + 32 + 4 * (warp // 2)  # of this warp's group of 32
+def key_factors(spec, w, item):
+    """(factor of K in S, factor of V in dP, factor of K in dQ) of this warp's 16 keys. Their share in the codes that meet K goes to shared
+    memory."""
+    at = item.record + 32 + 4 * (w.warp // 2)  # of this warp's group of 32
     fk, fv = scale_of_byte(shared_ints(at, 1)[0]), scale_of_byte(shared_ints(at + 16, 1)[0])
-    top, share = fk, Float32(1.0)
+    top = fk
     if const_expr(spec.fold and not spec.k_static):
         four = shared_ints(item.record + 32, 4)
         top = Float32(0.0)
         for g in cutlass.range_constexpr(4):
             top = cute.arch.fmax(top, scale_of_byte(four[g]))
-        share = fk / top
-    return fk, fv, top, share
+        effect([w.factors + 8, fk / top], "st.shared.f32 [$0], $1;", "r,f")
+    if const_expr(spec.fold):  # registers are short
+        effect([w.factors + 16, fk, fv], "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f")
+    return fk, fv, top
+
+
+@cute.jit
+def take_turn(w):
+    """Wait until the other warpgroup has done its stretch of arithmetic: one computes while the products of the other run. Left alone,
+    both compute and both wait at the same time."""
+    cute.arch.barrier(barrier_id=TURN + w.group, number_of_threads=CONSUMERS)
+
+
+@cute.jit
+def pass_turn(w):
+    """Let the other warpgroup compute."""
+    cute.arch.barrier_arrive(barrier_id=TURN + 1 - w.group, number_of_threads=CONSUMERS)
 
 
 @cute.jit
 def probabilities(spec, w, S, P, stat, fk, limits):
     """S (scores) becomes p in place; P gets the codes that meet dO."""
     s = shared_floats(stat + 4 * STAT_S0, 2, 8)
+    if const_expr(spec.fold):
+        fk = shared_floats(w.factors + 16, 1, 4)[0]
     columns = stat + 8 * (w.lane % 4)
+    ready = 0 if spec.fold or spec.causal else 2  # registers are short there
+    ahead = [shared_floats(columns + 4 * STAT_A + 32 * j, 2, 8) for j in range(ready)]  # while waiting
+    take_turn(w)
     for q in cutlass.range_constexpr(4):
         factor = s[q // 2] * fk
         for j in cutlass.range_constexpr(2 * q, 2 * q + 2):
-            a = shared_floats(columns + 4 * STAT_A + 32 * j, 2, 8)
+            a = ahead[j] if const_expr(j < ready) else shared_floats(columns + 4 * STAT_A + 32 * j, 2, 8)
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
                     i = c + 2 * r + 4 * j
@@ -122,12 +143,19 @@ def diagonal_mask(w, S, limits, q: cutlass.Constexpr):
 
 
 @cute.jit
-def score_gradients(spec, w, S, dP, stat, fv, x, limits):
-    """S (p) becomes dS * x in place. ``limits[0]``: keys left at this thread's first row, ``limits[3]``: the tile has a tail here."""
+def score_gradients(spec, w, S, dP, stat, fv, x, limits, turn: cutlass.Constexpr):
+    """S (p) becomes dS * x in place, in ``turn`` or at once. ``limits[0]``: keys left at this thread's first row, ``limits[3]``: the tile
+    has a tail here."""
     columns = stat + 4 * STAT_B + 8 * (w.lane % 4)
+    if const_expr(spec.fold):
+        fv = shared_floats(w.factors + 20, 1, 4)[0]
     factor = fv * x
+    ready = 0 if spec.fold or spec.causal else 2
+    ahead = [shared_floats(columns + 32 * j, 2, 8) for j in range(ready)]
+    if const_expr(turn):
+        take_turn(w)
     for j in cutlass.range_constexpr(8):
-        b = shared_floats(columns + 32 * j, 2, 8)
+        b = ahead[j] if const_expr(j < ready) else shared_floats(columns + 32 * j, 2, 8)
         b0, b1 = b[0] * x, b[1] * x
         for r in cutlass.range_constexpr(2):
             i = 2 * r + 4 * j
@@ -220,11 +248,11 @@ def agree(w, x, buffer):
 
 
 @cute.jit
-def publish(spec, w, S, codes, share, buffer, x, staged: cutlass.Constexpr, target: Int64):
-    """dS codes to shared memory with keys contiguous (for dQ), this warp's scale beside them; then the dQ tile that was ``staged`` leaves.
-    One proxy fence serves both: it waits for every store before it, some 200 clocks if they were just made."""
+def publish(spec, w, S, codes, buffer, x):
+    """dS codes to shared memory with keys contiguous (for dQ), this warp's scale beside them."""
     if const_expr(spec.fold and not spec.k_static):
         codes = cute.make_rmem_tensor(8, Int32)
+        share = shared_floats(w.factors + 8, 1, 4)[0]
         to_codes(S, codes, (share, share))
     units = [pick_pairs(codes[2 * (j // 2)], codes[2 * (j // 2) + 1], "5140" if j % 2 == 0 else "7362") for j in range(8)]
     address = w.strip + buffer * (QUERY_TILE * KEY_TILE)
@@ -239,8 +267,6 @@ def publish(spec, w, S, codes, share, buffer, x, staged: cutlass.Constexpr, targ
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
     arrive(w.bars.ds_full + buffer)
-    if const_expr(staged):
-        send_dq(spec, w, target)
 
 
 @cute.jit
@@ -270,7 +296,7 @@ def send_dq(spec, w, target: Int64):
 
 @cute.jit
 def reduce_dq(spec, w, dQ, factor, target: Int64):
-    """Stage and send."""
+    """Stage and send: the unit takes some 2,000 clocks to read an FP32 tile, so that a send at the step's end delays the next staging."""
     stage_dq(spec, w, dQ, factor)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
@@ -279,39 +305,60 @@ def reduce_dq(spec, w, dQ, factor, target: Int64):
 
 @cute.jit
 def finish_tiles(spec, w, dK, x, dq_factor, now, more, targets):
-    """What is left of a segment's last two query tiles, with nothing left to hide it under: dQ of both (``more``: there is more than one),
-    dK of the last. ``targets``: this warp's addresses in their dQ tiles."""
-    out, out_phase, buffer, ds_phase = now[2:]
-    earlier = Float32(1.0)
+    """What is left of a segment's last two query tiles: dQ of both (``more``: there is more than one), dK of the last. ``targets``: this
+    warp's addresses in their dQ tiles. dK is rescaled last: its codes were made under the x that came in."""
+    down = Float32(1.0)
     if more:
-        other = buffer ^ 1
-        x, earlier = late_dq(spec, w, x, dq_factor, other, ds_phase ^ other, targets[0])
-    cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
-    cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
-    low, x, down = agree(w, x, buffer)
-    dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
-    accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
-    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
-    warpgroup.wait_group(1)
-    arrive(w.bars.ds_empty + buffer)
-    reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), targets[1])
-    warpgroup.wait_group(0)
-    release(spec, w.bars.t_empty + out, w.peer)
-    rescale(dK, earlier * down)  # not before: the last codes were made under the x that came in
+        x, down = finish_two(spec, w, dK, x, dq_factor, now, targets)
+    else:
+        x, down = finish_one(spec, w, dK, x, dq_factor, now, targets[1])
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    send_dq(spec, w, targets[1])
+    rescale(dK, down)
     return x
 
 
 @cute.jit
-def late_dq(spec, w, x, dq_factor, buffer, ds_phase, target: Int64):
-    """dQ of one query tile alone. Returns as :func:`keep_in_range`."""
+def finish_one(spec, w, dK, x, dq_factor, now, target: Int64):
+    """dK and dQ of a segment's only query tile; dQ is staged. Returns as :func:`keep_in_range`."""
+    out, out_phase, buffer, ds_phase = now[2:]
+    dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
+    cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
+    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
     cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
     low, x, down = agree(w, x, buffer)
-    dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
     accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
     warpgroup.wait_group(0)
     arrive(w.bars.ds_empty + buffer)
-    reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), target)
+    release(spec, w.bars.t_empty + out, w.peer)
+    stage_dq(spec, w, dQ, dq_factor * reciprocal_power(low))
     return x, down
+
+
+@cute.jit
+def finish_two(spec, w, dK, x, dq_factor, now, targets):
+    """dQ of the last two query tiles (the second is staged), dK of the last. Returns as :func:`keep_in_range`."""
+    out, out_phase, buffer, ds_phase = now[2:]
+    other = buffer ^ 1
+    first, second = (cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32) for _ in range(2))
+    cute.arch.mbarrier_wait(w.bars.ds_full + other, ds_phase ^ other)
+    low, x, down = agree(w, x, other)
+    factor = dq_factor * reciprocal_power(low)
+    accumulate(w.mma_q, first, w.ds[None, None, None, other], w.kt, True)
+    cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
+    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
+    cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
+    low, x, more = agree(w, x, buffer)
+    accumulate(w.mma_q, second, w.ds[None, None, None, buffer], w.kt, True)
+    warpgroup.wait_group(2)
+    arrive(w.bars.ds_empty + other)
+    reduce_dq(spec, w, first, factor, targets[0])  # under dK and the other dQ
+    warpgroup.wait_group(0)
+    arrive(w.bars.ds_empty + buffer)
+    release(spec, w.bars.t_empty + out, w.peer)
+    stage_dq(spec, w, second, dq_factor * reciprocal_power(low))
+    return x, down * more
 
 
 @cute.jit
@@ -320,19 +367,6 @@ def rescale(dK, down):
     if down < 1.0:
         for i in cutlass.range_constexpr(cute.size(dK)):
             dK[i] = dK[i] * down
-
-
-@cute.jit
-def take_turn(w):
-    """Wait until the other warpgroup has done its stretch of arithmetic: one computes while the products of the other run. Left alone,
-    both compute and both wait at the same time."""
-    cute.arch.barrier(barrier_id=TURN + w.group, number_of_threads=CONSUMERS)
-
-
-@cute.jit
-def pass_turn(w):
-    """Let the other warpgroup compute."""
-    cute.arch.barrier_arrive(barrier_id=TURN + 1 - w.group, number_of_threads=CONSUMERS)
 
 
 @cute.jit
@@ -345,14 +379,16 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
     Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
     as soon as dK is read there (C7514).
     """
-    fk, fv, dq_factor, share, k, v = keys
+    fk, fv, dq_factor, k, v = keys
     bars = w.bars
     stage, phase, buffer, ds_phase = now[0], now[1], now[4], now[5]
     stat = w.stat + stage * (4 * STAT_FLOATS)
     down = Float32(1.0)
+    late = spec.causal and spec.fold  # too few registers for S beside dQ, and for dP beside S
     S = cute.make_rmem_tensor(w.score_shape, Float32)
     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-    accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
+    if const_expr(not late):
+        accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
     low = Float32(1.0)
     if const_expr(kind == STEADY):
         cute.arch.mbarrier_wait(bars.ds_full + buffer, ds_phase ^ 1)
@@ -365,23 +401,25 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
     if const_expr(kind == STEADY):
         warpgroup.wait_group(1)
         arrive(bars.ds_empty + buffer)
-        stage_dq(spec, w, dQ, dq_factor * reciprocal_power(low))  # under dK
+        reduce_dq(spec, w, dQ, dq_factor * reciprocal_power(low), target)  # under dK; at once, for it is read out slowly
     dP = cute.make_rmem_tensor(w.score_shape, Float32)
-    accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
-    if const_expr(kind == FIRST):
-        warpgroup.wait_group(1)
-    elif const_expr(kind == SECOND):
-        warpgroup.wait_group(2)
-    take_turn(w)
+    if const_expr(late):
+        accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
+        warpgroup.wait_group(0)
+    else:
+        accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
+        if const_expr(kind != STEADY):  # S is there, dK may not be
+            warpgroup.wait_group(1 if const_expr(kind == FIRST) else 2)
     probabilities(spec, w, S, w.P, stat, fk, limits)  # under dK and dP
     pass_turn(w)
+    if const_expr(late):
+        accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
     accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, stage], kind == FIRST)
     warpgroup.wait_group(0)
     if const_expr(kind != FIRST):
         release(spec, bars.t_empty + last[0], w.peer)
-    if const_expr(kind != FIRST):  # the first exponent wants both warpgroups at once
-        take_turn(w)
-    score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x, limits)
+    first = const_expr(kind == FIRST)  # the first exponent wants both warpgroups at once
+    score_gradients(spec, w, S, dP, stat, fv, Float32(1.0) if first else x, limits, not first)
     more = Float32(1.0)
     if const_expr(kind == FIRST):
         x = first_exponent(w, S)
@@ -398,7 +436,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
         pass_turn(w)
         rescale(dK, down * more)
     cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
-    publish(spec, w, S, w.dS, share, buffer, x, kind == STEADY, target)
+    publish(spec, w, S, w.dS, buffer, x)
     release(spec, bars.a_empty + stage, w.peer)  # after publish's proxy fence: the next copy overwrites statistics that were read here
     return x
 

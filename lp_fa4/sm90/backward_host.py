@@ -21,8 +21,9 @@ from lp_fa4.sm90.forward_host import HEAD_DIMS, token_blocks
 SHARED_REPLICAS = 8
 """Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
 
-CLUSTER_KEYS: int | None = 512
-"""Keys a sequence, on average, from which two CTAs take neighbouring key tiles and share the query side (None: never)."""
+CLUSTER_KEYS: int | None = None
+"""Keys a sequence, on average, from which two CTAs take neighbouring key tiles and share the query side (None: never; it halves the
+reads of the query side, and L2 is not what limits the kernel: no gain so far)."""
 
 
 def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:

@@ -18,7 +18,7 @@ from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.backward_compute import FIRST, SECOND, STEADY, finish_tiles, key_factors, pass_turn, segment_factors, step, take_turn
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment, turning_warps
-from lp_fa4.sm90.backward_ops import advance, arrive, reciprocal_power, shared_floats
+from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_partial, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
 A_STAGES, B_STAGES = 3, 2
@@ -139,7 +139,7 @@ class BackwardMain:
         class Storage:
             bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 2 * B_STAGES + 10]
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
-            factors: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
+            factors: cute.struct.Align[cute.struct.MemRange[Float32, 64], 256]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             peak: cute.struct.Align[cute.struct.MemRange[Float32, 8], 32]
             block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 64], 128]
@@ -241,6 +241,8 @@ class BackwardMain:
             own = cute.arch.make_warp_uniform(thread // 32)
             group = cute.arch.make_warp_uniform(thread // 128)
             lane = tid % 32
+            if const_expr(not (spec.causal or spec.fold)):  # where a register is left: else it is read again and again, 160 clocks a time
+                lane = pinned(lane)
             slice_s, slice_g, slice_q = mma_s.get_slice(group * 128), mma_g.get_slice(group * 128), mma_q.get_slice(0)
             tensor = lambda x, layout: swizzled(x, layout)  # noqa: E731
             kt = cute.local_tile(tensor(store.kt, layouts.kt), (spec.head_dim // 2, KEY_TILE), (group, 0))
@@ -276,7 +278,7 @@ class BackwardMain:
                 block_peaks=address(store.block_peaks),
                 staging=address(store.staging) + own * staging_bytes(spec.head_dim),
                 record=smem.record,
-                factors=address(store.factors) + 8 * own,
+                factors=address(store.factors) + 32 * own,
                 # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
                 peer=cute.arch.block_idx()[0] % 2 ^ 1,
                 strip=address(store.ds) + lane * KEY_TILE + ((own ^ (lane % 8)) << 4),
@@ -316,7 +318,7 @@ class BackwardMain:
                     store_zeros(spec, w, item, kv_heads, grads)
                     arrive(bars.k_empty + kv)
                 else:
-                    fk, fv, top, share = key_factors(spec, item, w.warp)
+                    fk, fv, top = key_factors(spec, w, item)
                     if const_expr(spec.deterministic):
                         self.settle(w)
                     for s in cutlass.range(segments, unroll=1):
@@ -328,7 +330,7 @@ class BackwardMain:
                         dK.fill(0.0)
                         cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                         dq_factor = segment_factors(w, stage, top)
-                        keys = (fk, fv, dq_factor, share, w.k[None, None, None, kv], w.v[None, None, None, kv])
+                        keys = (fk, fv, dq_factor, w.k[None, None, None, kv], w.v[None, None, None, kv])
                         # keys left at this thread's row; first key minus first allowed query; mask wanted; tail wanted
                         diagonal = key - item.klen + item.qlen - QUERY_TILE * low
                         limits = self.limits(w, left, diagonal - QUERY_TILE * turn)
