@@ -30,7 +30,14 @@ def product_read(g: Any, I: Any, key: int, epoch: int | None, clock: np.ndarray,
 
 
 def product_waited(g: Any, I: Any, agent: int, epoch: int) -> None:
-    vc = g.clock.vc
+    vc, withheld = g.clock.vc, g.clock.withheld
+    if I.index in g.machine.muted:
+        if epoch > vc[0, agent]:
+            g.clock.withheld = withheld = np.zeros_like(vc) if withheld is None else withheld
+            withheld[:, agent] = np.maximum(withheld[:, agent], epoch)
+        return
+    if withheld is not None and vc[0, agent] < withheld[0, agent] <= epoch:
+        g.machine.covers[I.loc] = g.machine.covers.get(I.loc, 0) + 1
     if epoch > vc[0, agent]:
         g.machine.ordered.add(I.index)
         vc[:, agent] = np.maximum(vc[:, agent], epoch)
@@ -38,6 +45,8 @@ def product_waited(g: Any, I: Any, agent: int, epoch: int) -> None:
 
 def accumulators_waited(g: Any, I: Any, last: int) -> None:
     """The registers of products up to number ``last`` of this warp may be used."""
+    if I.index in g.machine.muted:
+        return
     tainted = g.clock.tainted
     keep = {r: x for r, x in tainted.items() if x[0].parts[0] != "wgmma" or x[1] > last}
     if len(keep) < len(tainted):

@@ -296,7 +296,7 @@ class Campaign:
         brought the same knowledge to that warp are named.
         """
         for site in self.sites:
-            if not (site.acts or site.slept) or site.caught or site.kind not in ("mbarrier wait", "tcgen05.wait", "proxy fence"):
+            if not (site.acts or site.slept) or site.caught or site.kind not in ("mbarrier wait", "tcgen05.wait", "wgmma wait", "proxy fence"):
                 continue
             index = self.programs[site.kernel].units[site.unit].instrs[0].index
             covers: dict[str, int] = {}
