@@ -48,6 +48,8 @@ def compute_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, group: Int
     index = Int32(cute.arch.block_idx()[0])
     here = Place(kernel, bars, tmem + group * HALF, group, thread, cute.arch.make_warp_uniform(thread // 32), thread % 32)
     turn = Int32(0)
+    if const_expr(not kernel.aliased):
+        store_constant_scale(here)  # the next fence of a store covers it
     while index < count:
         entry = fetch(args, index)
         for n in cutlass.range(entry.begin, entry.end, unroll=1):
@@ -81,12 +83,13 @@ def query_tile(here, args, shared, now, stage, live, low, high, masked: cutlass.
     wait_tensor(bars + bar.s_full, phase)
     r = load_columns(tmem, plan["S"].start, HALF, here.thread)
     cute.arch.fence_view_async_tmem_load()
-    arrive_tensor(bars + bar.s_read)
+    if const_expr(kernel.aliased):
+        arrive_tensor(bars + bar.s_read)
     wait(bars + bar.stat_full + stage, now // stages & 1)
     stats = shared.stats.iterator + (stage * (kernel.spec.stats * TILE) + here.group * HALF)
     for b in cutlass.range_constexpr(2):
         probabilities(here, args, stats, r, b, low, high, masked)
-    if here.group == 0:
+    if const_expr(kernel.aliased):
         store_constant_scale(here)
     cute.arch.fence_view_async_tmem_store()
     arrive_tensor(bars + bar.p_ready)
@@ -96,7 +99,7 @@ def query_tile(here, args, shared, now, stage, live, low, high, masked: cutlass.
     for b in cutlass.range_constexpr(2):
         d = load_columns(tmem, plan["dP"].start + BLOCK * b, BLOCK, here.thread)
         cute.arch.fence_view_async_tmem_load()
-        if const_expr(b == 1):
+        if const_expr(b == 1 and kernel.aliased):
             arrive_tensor(bars + bar.dp_read)
         score_gradients(here, shared, stats, r, d, b, live, scales)
     share_scales(here, shared, scales)
@@ -145,13 +148,14 @@ def probabilities(here, args, stats, r, b: cutlass.Constexpr, low, high, masked:
 
 @cute.jit
 def store_constant_scale(here):
-    """Scale 2^-s of P: one store of four words per lane, the same in all lane quadrants."""
+    """Scale 2^-s of P: one store of four words per lane of warpgroup 0, the same in all lane quadrants."""
     byte = 127 - here.kernel.spec.p_scale_log2
-    words = cute.make_rmem_tensor(4, Float32)
-    bits = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Int32), words.layout)
-    for j in cutlass.range_constexpr(4):
-        bits[j] = Int32(byte * 0x01010101)
-    store_columns(here.tmem, here.kernel.plan["SFP"].start, 4, here.thread, words)
+    if here.group == 0:
+        words = cute.make_rmem_tensor(4, Float32)
+        bits = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Int32), words.layout)
+        for j in cutlass.range_constexpr(4):
+            bits[j] = Int32(byte * 0x01010101)
+        store_columns(here.tmem, here.kernel.plan["SFP"].start, 4, here.thread, words)
 
 
 @cute.jit

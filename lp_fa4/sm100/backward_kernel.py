@@ -139,6 +139,11 @@ class Backward:
         self.barriers = BackwardBarriers(tuning.stages)
         self.atoms = BackwardAtoms(spec, self.plan)
 
+    @property
+    def aliased(self) -> bool:
+        """Whether dQ and the scales lie in dead scores and dead dP, so that their barriers are needed."""
+        return self.plan["dQ"].start == self.plan["dP"].start
+
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA, in bytes: what ``shared_memory`` and the barriers take."""
         stages, dim = self.tuning.stages, self.spec.head_dim

@@ -10,7 +10,7 @@ compute warps completes once per query tile: one counter gives all phases.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from lp_fa4.sm100.atoms import copy_scales
 from lp_fa4.sm100.backward_atoms import BLOCKS, product
@@ -39,10 +39,11 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                     stage, filled = now % stages, now // stages & 1
                     past, last = (now - 1) % stages, (now - 1) & 1
                     wait_tensor(bars + bar.q_full + stage, filled)
-                    if s > 0:
-                        await_warps(bars + bar.dp_read, last)
-                    elif now > 0:
-                        await_warps(bars + bar.dq_read, last)
+                    if const_expr(kernel.aliased):
+                        if s > 0:
+                            await_warps(bars + bar.dp_read, last)
+                        elif now > 0:
+                            await_warps(bars + bar.dq_read, last)
                     scores(kernel, shared, bars, tmem, buffer, stage)
                     if s > 0:
                         _, tile = query_step(spec, item, s - 1)
@@ -51,12 +52,16 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                             await_warps(bars + bar.dk_read, tiles - 1 & 1)
                         key_gradient(kernel, shared, tmem, past, s > 1, item.queries - tile * TILE)
                         commit(bars + bar.q_empty + past)
-                    await_warps(bars + bar.s_read, now & 1)
+                    if const_expr(kernel.aliased):
+                        await_warps(bars + bar.s_read, now & 1)
                     if s > 0:
+                        if const_expr(not kernel.aliased):
+                            await_sums(bars + bar.dq_read, now - 1)
                         query_gradient(kernel, shared, bars, tmem, buffer, keys)
                     wait_tensor(bars + bar.do_full + stage, filled)
-                    if s > 0:
-                        await_warps(bars + bar.dq_read, last)
+                    if const_expr(kernel.aliased):  # noqa: SIM102 (compile time outside, run time inside)
+                        if s > 0:
+                            await_warps(bars + bar.dq_read, last)
                     probabilities_gradient(kernel, shared, bars, tmem, buffer, stage)
                     _, tile = query_step(spec, item, s)
                     await_warps(bars + bar.p_ready, now & 1)
@@ -73,6 +78,8 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                 key_gradient(kernel, shared, tmem, stage, item.steps > 1, item.queries - tile * TILE)
                 commit(bars + bar.dkv_full)
                 commit(bars + bar.q_empty + stage)
+                if const_expr(not kernel.aliased):
+                    await_sums(bars + bar.dq_read, turn - 1)
                 query_gradient(kernel, shared, bars, tmem, buffer, keys)
                 commit(bars + bar.kv_empty + buffer)
                 tiles += 1
@@ -86,6 +93,13 @@ def await_warps(barrier, phase):
     """Wait for the compute or reduction warps before work on tensor memory. Not ``wait_tensor``: tests find these waits by their file."""
     cute.arch.mbarrier_wait(barrier, phase)
     tensor_fence("after")
+
+
+@cute.jit
+def await_sums(barrier, now):
+    """Wait until dQ of the query tile before tile ``now`` is in registers."""
+    if now > 0:
+        await_warps(barrier, now - 1 & 1)
 
 
 @cute.jit

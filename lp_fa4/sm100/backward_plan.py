@@ -40,17 +40,20 @@ def backward_plan(head_dim: int, *, dp_read: bool = True, s_read: bool = True) -
     """Columns of the backward at ``head_dim`` 64 or 128, checked.
 
     ``dp_read``, ``s_read``: the MMA warp waits until dP (S) is in registers before it copies the next scales into its columns. Without one
-    the check fails: that is why the barriers exist.
+    the check fails at head dimension 128: that is why the barriers exist. At 64, dV and dK leave 128 columns: dQ and every scale have
+    columns of their own and neither barrier is needed.
     """
+    own = head_dim <= 64
     s, dp, dv = 0, 128, 256
     dk = dv + head_dim
-    s_alive = _slots(0, 1) if s_read else _slots(0, 1, 2, 3, 4)
-    dp_alive = _slots(3, 4) if dp_read else _slots(3, 4, 0)
+    free = dk + head_dim
     every = _slots(0, 1, 2, 3, 4)
+    s_alive = _slots(0, 1) if s_read and not own else every
+    dp_alive = _slots(3, 4, 0, 1) if own else _slots(3, 4) if dp_read else _slots(3, 4, 0)
     regions = [
         Region("S", s, 128, s_alive),
         Region("dP", dp, 128, dp_alive),
-        Region("dQ", dp, head_dim, _slots(2)),
+        Region("dQ", free if own else dp, head_dim, every if own else _slots(2)),
         Region("dV", dv, head_dim, every),
         Region("dK", dk, head_dim, every),
     ]
@@ -61,8 +64,10 @@ def backward_plan(head_dim: int, *, dp_read: bool = True, s_read: bool = True) -
         ]
     in_s = (("SFDS_Q", DS_ATOMS_Q, 2), ("SFK_T", 1, 2), ("SFV", 1, 3), ("SFDO", 1, 3), ("SFP", 1, None), ("SFDO_T", 1, 4))
     in_dp = (("SFDS_K", DS_ATOMS_K, 1), ("SFQ_T", 1, 1), ("SFK", 1, 0), ("SFQ", 1, 0))
+    at = free + head_dim
     for start, group in ((s, in_s), (dp, in_dp)):
-        at = start + 2 * BLOCK_COLUMNS
+        if not own:
+            at = start + 2 * BLOCK_COLUMNS
         for name, atoms, slot in group:
             alive, heir = (_slots(slot), "") if slot is not None else (_slots(1, 2, 3, 4), "S")
             regions.append(Region(name, at, atoms * SF_COLUMNS, alive, heir_of=heir))

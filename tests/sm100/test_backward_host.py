@@ -65,7 +65,7 @@ def test_variants_that_do_not_exist_are_refused_in_words():
 def test_plan_fills_tensor_memory():
     plan = backward_plan(128)
     assert plan.used == COLUMNS == plan.allocation
-    assert backward_plan(64).allocation == COLUMNS and backward_plan(64).used == 384
+    assert backward_plan(64).used <= COLUMNS == backward_plan(64).allocation
     names = {r.name for r in plan.regions}
     for region, home in {
         "SFK": "dP",
@@ -78,6 +78,14 @@ def test_plan_fills_tensor_memory():
         "SFDO": "S",
     }.items():
         assert region in names and plan[home].start <= plan[region].start < plan[region].end <= plan[home].end
+
+
+def test_half_the_head_dimension_needs_no_alias():
+    regions = backward_plan(64, dp_read=False, s_read=False).regions
+    for i, a in enumerate(regions):
+        for b in regions[i + 1 :]:
+            if a.heir_of != b.name and b.heir_of != a.name:
+                assert a.end <= b.start or b.end <= a.start, (a, b)
 
 
 @pytest.mark.parametrize("missing, words", [("dp_read", "dP .*SFK|SFK.* dP"), ("s_read", "S .*SFDS_Q|SFDS_Q.* S ")])
