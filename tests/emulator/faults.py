@@ -27,6 +27,9 @@ from .simt import ENGINE, Compiled
 
 KINDS = ("mbarrier wait", "tcgen05.wait", "wgmma wait", "wgmma fence", "proxy fence", "TMEM region")
 
+#: kinds whose edge can be left out of the clocks alone
+MUTABLE = ("mbarrier wait", "tcgen05.wait", "wgmma wait", "proxy fence")
+
 
 @dataclass
 class Site:
@@ -296,7 +299,7 @@ class Campaign:
         brought the same knowledge to that warp are named.
         """
         for site in self.sites:
-            if not (site.acts or site.slept) or site.caught or site.kind not in ("mbarrier wait", "tcgen05.wait", "wgmma wait", "proxy fence"):
+            if not (site.acts or site.slept) or site.caught or site.kind not in MUTABLE:
                 continue
             index = self.programs[site.kernel].units[site.unit].instrs[0].index
             covers: dict[str, int] = {}
