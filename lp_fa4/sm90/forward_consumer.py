@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import exponent_of_byte, scale_of_byte
+from lp_fa4.common.numbers import scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import finish, finish_split
 from lp_fa4.sm90.forward_producer import key_tiles
@@ -60,16 +60,12 @@ def factors_of(spec: cutlass.Constexpr, query_factor: Float32, exponents: cute.T
     """
     scale, values = [query_factor], []
     if const_expr(spec.key_scale > 0):
-        word = exponents[0, stage]
         scale = []
         for g in cutlass.range_constexpr(4 if const_expr(spec.key_scale == 32) else 1):
-            scale.append(visible_factor(query_factor * scale_of_byte((word >> (8 * g)) & 255)))
+            scale.append(visible_factor(query_factor * exponents[g, stage]))
     if const_expr(spec.value_scale > 0):
-        word = exponents[1, stage]
         for g in cutlass.range_constexpr(4 if const_expr(spec.value_scale == 32) else 1):
-            exponent = exponent_of_byte((word >> (8 * g)) & 255)
-            # a block of zeros (byte 0) must not push P out of FP32, whose sum still needs it
-            values.append(Float32(-100.0) if exponent < -100.0 else exponent)
+            values.append(exponents[4 + g, stage])
     return scale, values
 
 

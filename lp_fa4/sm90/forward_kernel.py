@@ -151,7 +151,7 @@ class Forward:
         class Storage:
             barriers: cute.struct.MemRange[Int64, 5 + 4 * stages]
             item: cute.struct.Align[cute.struct.MemRange[Int32, ITEM * 2], 16]
-            exponents: cute.struct.Align[cute.struct.MemRange[Int32, 2 * stages], 16]
+            exponents: cute.struct.Align[cute.struct.MemRange[Float32, 8 * stages], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * max(spec.vectors, 1) * d], 16]
             q: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_k)], 1024]
@@ -188,7 +188,7 @@ class Forward:
             v=storage.v.get_tensor(l_v.outer, swizzle=l_v.inner),
             o=storage.o.get_tensor(l_o.outer, swizzle=l_o.inner),
             item=storage.item.get_tensor(cute.make_layout((ITEM, 2))),
-            exponents=storage.exponents.get_tensor(cute.make_layout((2, stages))),
+            exponents=storage.exponents.get_tensor(cute.make_layout((8, stages))),
             vectors=storage.vectors.get_tensor(cute.make_layout((d, max(spec.vectors, 1), 2))),
         )
         cute.arch.sync_threads()

@@ -2,10 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.common.numbers import inline_ptx
+from lp_fa4.common.numbers import exponent_of_byte, inline_ptx, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.worklist import FIELDS
 
@@ -38,12 +38,20 @@ def key_tiles(spec: cutlass.Constexpr, row0: Int32, queries: Int32, keys: Int32,
 
 
 @cute.jit
-def scale_word(block: cutlass.Constexpr, scales: cute.Tensor, kv_head: Int32, row: Int32, tile: Int32, last: Int32) -> Int32:
-    """Scale bytes of a key tile, the first group's lowest; groups past the sequence's last repeat it."""
-    word = Int32(0)
-    for g in cutlass.range_constexpr(4 if const_expr(block == 32) else 1):
-        word = word | (Int32(scales[row + cutlass.min(4 * tile + g, last), kv_head]) << (8 * g))
-    return word
+def tile_scales(spec: cutlass.Constexpr, t, kv_head: Int32, row: Int32, tile: Int32, last: Int32, out: cute.Tensor):
+    """FP32 of a key tile's four groups: K's factors ``2**e`` in ``out[0:4]``, V's exponents in ``out[4:8]`` (one each for blocks of 128).
+
+    Groups past the sequence's ``last`` repeat it.
+    """
+    k_scale, v_scale = t.k_scale, t.v_scale
+    for g in cutlass.range_constexpr(4):
+        group = row + cutlass.min(4 * tile + g, last)
+        if const_expr(spec.key_scale == 32 or (spec.key_scale > 0 and g == 0)):
+            out[g] = scale_of_byte(Int32(k_scale[group, kv_head]))
+        if const_expr(spec.value_scale == 32 or (spec.value_scale > 0 and g == 0)):
+            exponent = exponent_of_byte(Int32(v_scale[group, kv_head]))
+            # a block of zeros (byte 0) must not push P out of FP32, whose sum still needs it
+            out[4 + g] = Float32(-100.0) if exponent < -100.0 else exponent
 
 
 @cute.jit
@@ -125,14 +133,15 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
             tile = first + i - extra
             if const_expr(spec.resumes):
                 tile = Int32(0) if i < extra else tile
-            key_word, value_word = Int32(0), Int32(0)
-            if const_expr(spec.key_scale > 0):
-                key_word = scale_word(spec.key_scale, t.k_scale, kv_head, scale_row, tile, last_row)
-            if const_expr(spec.value_scale > 0):
-                value_word = scale_word(spec.value_scale, t.v_scale, kv_head, scale_row, tile, last_row)
+            scales = cute.make_rmem_tensor(8, Float32)
+            scales.fill(0.0)
+            if const_expr(spec.key_scale > 0 or spec.value_scale > 0):
+                tile_scales(spec, t, kv_head, scale_row, tile, last_row, scales)
             cute.arch.mbarrier_wait(bars.k_empty + ki, kp)
             with cute.arch.elect_one():
-                exponents[0, ki], exponents[1, ki] = key_word, value_word
+                if const_expr(spec.key_scale > 0 or spec.value_scale > 0):
+                    for g in cutlass.range_constexpr(8):
+                        exponents[g, ki] = scales[g]
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + ki, KEY_TILE * head_dim)
             cute.copy(t.k_atom, k_gmem[None, tile], k_smem[None, ki], tma_bar_ptr=bars.k_full + ki)
             cute.arch.mbarrier_wait(bars.v_empty + ki, kp)

@@ -94,13 +94,21 @@ def first_mean(scores: cute.Tensor, scale, r: cutlass.Constexpr, keys: Int32):
     """Mean of the scaled scores of the first tile's keys (masked ones hold -inf and are left out); 0 of no key."""
     total = Float32(0.0)
     pairs = COLUMN_PAIRS // len(scale)
-    for g in cutlass.range_constexpr(len(scale)):
-        part = Float32(0.0)
-        for j in cutlass.range_constexpr(pairs):
-            for c in cutlass.range_constexpr(2):
-                value = scores[c + 2 * r + 4 * (g * pairs + j)]
-                part = part + (Float32(0.0) if value == -Float32.inf else value)
-        total = total + part * scale[g]
+    if keys >= KEY_TILE:
+        for g in cutlass.range_constexpr(len(scale)):
+            parts = [scores[c + 2 * r + 4 * g * pairs] for c in range(2)]
+            for j in cutlass.range_constexpr(1, pairs):
+                for c in cutlass.range_constexpr(2):
+                    parts[c] = parts[c] + scores[c + 2 * r + 4 * (g * pairs + j)]
+            total = total + (parts[0] + parts[1]) * scale[g]
+    else:
+        for g in cutlass.range_constexpr(len(scale)):
+            part = Float32(0.0)
+            for j in cutlass.range_constexpr(pairs):
+                for c in cutlass.range_constexpr(2):
+                    value = scores[c + 2 * r + 4 * (g * pairs + j)]
+                    part = part + (Float32(0.0) if value == -Float32.inf else value)
+            total = total + part * scale[g]
     count = cutlass.max(cutlass.min(keys, KEY_TILE), 1)
     return quad_sum(total) * cute.arch.rcp_approx(Float32(count))
 
