@@ -14,7 +14,8 @@ from lp_fa4.sm100.backward_config import TILE
 class KeyTile(NamedTuple):
     """One key tile of one key/value head. ``row``: its first key within the sequence. ``tile_row``: workspace row of the first query tile.
     ``first_query``, ``first_row``: rows of the first query in q and in dO. ``first``, ``per``: first query tile that meets it, and how many
-    per query head. ``steps``: of all heads of the group; 0: no query sees it."""
+    per query head. ``steps``: of all heads of the group; 0: no query sees it. ``rotation``: query tiles
+    after ``first`` where it starts."""
 
     sequence: Int32
     head: Int32
@@ -29,6 +30,7 @@ class KeyTile(NamedTuple):
     first: Int32
     per: Int32
     steps: Int32
+    rotation: Int32
 
 
 class Item(NamedTuple):
@@ -84,6 +86,7 @@ def key_tile(spec: cutlass.Constexpr, args, item: Item, index: Int32, tile: Int3
         first,
         per,
         per * spec.group,
+        tile % cutlass.max(per, 1),
     )
 
 
@@ -91,7 +94,11 @@ def key_tile(spec: cutlass.Constexpr, args, item: Item, index: Int32, tile: Int3
 def query_step(spec: cutlass.Constexpr, item: KeyTile, s: Int32):
     """Query head and query tile of step ``s``. Neighbouring key tiles start at different query tiles, so that their dQ reductions do not
     meet."""
-    return item.head * spec.group + s // item.per, item.first + (s % item.per + item.tile) % item.per
+    head, tile = item.head, s
+    if const_expr(spec.group > 1):
+        head, tile = head * spec.group + s // item.per, s % item.per
+    tile = tile + item.rotation
+    return head, item.first + (tile - item.per if tile >= item.per else tile)
 
 
 @cute.jit
