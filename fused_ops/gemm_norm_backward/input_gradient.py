@@ -148,10 +148,7 @@ class InputGradient:
         rank = bid % spec.cluster
         layout = self.weight_layout()
         store = cutlass.utils.SmemAllocator().allocate(self.storage(layout))
-        if const_expr(spec.warp_mma):  # noqa: SIM108 - a layout without a swizzle has no parts
-            slab = store.w.get_tensor(layout)
-        else:
-            slab = store.w.get_tensor(layout.outer, swizzle=layout.inner)
+        slab = Int32(store.w.data_ptr().toint())
         gains = store.gain.get_tensor(cute.make_layout(spec.slab))
         column0 = rank * spec.slab
         if const_expr(spec.cluster > 1):  # noqa: SIM102 - one is decided at compile time
@@ -188,10 +185,10 @@ class InputGradient:
         exchange = Bundle(bars=store.bars.data_ptr() + 4 * group, sums=store.sums.data_ptr() + 2 * spec.cluster * TILE * group)
         means = store.means.data_ptr() + (warp * spec.slab if const_expr(spec.mean) else 0)
         here = Bundle(exchange=exchange, gains=gains, means=means)
-        b = Int32(store.w.data_ptr().toint()) + 8 * (tid % 32)
+        b = slab + 8 * (tid % 32)
         if const_expr(not spec.warp_mma):
             thread = mma.get_slice(0)
-            b = thread.make_fragment_B(thread.partition_B(slab))
+            b = thread.make_fragment_B(thread.partition_B(store.w.get_tensor(layout.outer, swizzle=layout.inner)))
         columns = cute.make_rmem_tensor(self.runs, Float32)
         columns.fill(0.0)
         # Each warpgroup takes a run of tiles, so that it seldom meets another sequence.
@@ -243,29 +240,33 @@ class InputGradient:
         return float_of(unit << 23), float_of((254 - unit) << 23)
 
     @cute.jit
-    def load_weight(self, w: cute.Tensor, gain: cute.Tensor, slab: cute.Tensor, gains: cute.Tensor, column0: Int32, unit: Float32):
+    def load_weight(self, w: cute.Tensor, gain: cute.Tensor, slab: Int32, gains: cute.Tensor, column0: Int32, unit: Float32):
         """This CTA's columns of ``w [rows, columns]`` times ``unit``, both axes in the order of the registers, and the norm's weight."""
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         eighths = spec.slab // 8
-        for i in cutlass.range(tid, spec.rows * eighths, 128 * spec.groups):
-            k, chunk = i // eighths, i % eighths
-            words = cute.make_rmem_tensor(4, Uint32)
-            load_words(address_of(w, k, column0 + 8 * chunk), words)
-            values = cute.recast_tensor(words, BFloat16)
+        for i in cutlass.range(tid, spec.rows // 2 * eighths, 128 * spec.groups):
+            k, chunk = i // eighths * 2, i % eighths
+            words = cute.make_rmem_tensor((4, 2), Uint32)
+            for n in cutlass.range_constexpr(2):
+                load_words(address_of(w, k + n, column0 + 8 * chunk), words[None, n])
             # k = 64 b + 16 t + 4 s + 2 h + i of a thread's codes lies at 64 b + 16 s + 8 h + 2 t + i of the contraction,
             # column 32 q + 8 t + 2 j + i of its runs at 32 q + 8 j + 2 t + i
-            place = k // 64 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 16 % 4 * 2 + k % 2
+            place = k // 64 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 16 % 4 * 2
             for e in cutlass.range_constexpr(8):
-                value = values[e]
+                pair = [pair_to_float(words[e // 2, n], False)[e % 2] for n in range(2)]
                 if const_expr(spec.dk.mx):
-                    value = (values[e].to(Float32) * unit).to(Float16)
-                column = chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2
-                if const_expr(spec.warp_mma):  # [16 of the contraction, 8 columns, lane, half, element]
-                    lane = column % 8 * 4 + place // 2 % 4
-                    slab[(((place // 16 * (spec.slab // 8) + column // 8) * 32 + lane) * 2 + place // 8 % 2) * 2 + place % 2] = value
+                    word = float_to_pair(pair[0] * unit, pair[1] * unit, True)
                 else:
-                    slab[column, place] = value
+                    word = float_to_pair(pair[0], pair[1], False)
+                column = chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2
+                if const_expr(spec.warp_mma):  # [16 of the contraction, 8 columns, lane, half]
+                    lane = column % 8 * 4 + place // 2 % 4
+                    at = 8 * ((place // 16 * (spec.slab // 8) + column // 8) * 32 + lane) + place // 8 % 2 * 4
+                else:  # [64 of the contraction, columns], rows of 128 bytes whose 16-byte pieces are exchanged by the column
+                    at = (place // 64 * spec.slab + column) * 128 + ((place // 8 % 8) ^ (column % 8)) * 16 + place % 8 * 2
+                pointer = cute.make_ptr(Int32, slab + at, cute.AddressSpace.smem, assumed_align=4)
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = word
         for i in cutlass.range(tid, spec.slab, 128 * spec.groups):
             gains[i] = gain[column0 + i]
 

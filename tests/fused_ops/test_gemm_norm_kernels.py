@@ -12,7 +12,7 @@ SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "1"))
 LENGTHS = [0, 1, 33, 0, 70, 0]
 CASES = {
     "two CTAs share the columns, several tiles, bad rows": dict(
-        lengths=[0, 1, 33, 0, 70, 300, 0], rows=64, columns=256, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
+        lengths=[0, 1, 33, 0, 70, 200, 0], rows=64, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
     ),
     "everything": dict(lengths=LENGTHS, rows=64, columns=64, capacity=9, xn=[32, 32]),
     "dense, BF16 gradients, FP16 rows with gaps": dict(
