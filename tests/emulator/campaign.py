@@ -1,6 +1,7 @@
 """Kernels that hardware has proven, under many schedules with the race checker: the list, and a command that runs it.
 
-``python -m tests.emulator.campaign sm_100a --schedules 8 --out tests/emulator/results/kernels_sm100a.json``
+``python -m tests.emulator.campaign all --schedules 8 --out tests/emulator/results`` writes one record per architecture, each in
+its own process; ``python -m tests.emulator.campaign sm_100a --out FILE`` runs one of them.
 
 Each case runs once per schedule; its result is compared with plain torch each time and every race report counts. What a
 case's waivers let pass is measured too: one eager run without them, whose reports are listed by kind and source line.
@@ -15,6 +16,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -59,6 +61,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         ("kernels:fa4_varlen_backward", JAGGED_SM90, "NONE"),
     ],
 }
+
+
+def record_name(arch: str) -> str:
+    """File name of an architecture's record."""
+    return f"kernels_{arch.replace('_', '')}.json"
 
 
 def build(arch: str, builder: str, arguments: dict[str, Any]) -> Any:
@@ -107,13 +114,17 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arch", choices=list(CASES))
+    parser.add_argument("arch", choices=[*CASES, "all"])
     parser.add_argument("--part", help="i/n: only every n-th case, from the i-th (0-based) on")
     parser.add_argument("--merge", type=Path, nargs="+", help="documents of all parts of one campaign: write the whole to --out")
     parser.add_argument("--schedules", type=int, default=8)
     parser.add_argument("--only", type=int, action="append", help="only this case (0-based); may be repeated")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a file; with all, a folder")
     args = parser.parse_args()
+    if args.arch == "all":
+        folder = args.out or Path(__file__).parent / "results"
+        command = [sys.executable, "-m", __spec__.name, "--schedules", str(args.schedules)]
+        return max(subprocess.run([*command, arch, "--out", str(folder / record_name(arch))]).returncode for arch in CASES)
     if args.merge:
         parts = [json.loads(path.read_text()) for path in args.merge]
         document = {**parts[0], "cases": sorted((c for p in parts for c in p["cases"]), key=lambda c: c["number"])}

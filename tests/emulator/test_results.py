@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.campaign import CASES
+from tests.emulator.campaign import CASES, record_name
 
 pytestmark = pytest.mark.emulator
 
@@ -22,7 +22,7 @@ def faults(name):
 
 @pytest.mark.parametrize("arch", CASES)
 def test_every_proven_kernel_ran_under_eight_schedules_without_a_race(arch):
-    record = json.loads((RESULTS / f"kernels_{arch.replace('_', '')}.json").read_text())
+    record = json.loads((RESULTS / record_name(arch)).read_text())
     assert [c["number"] for c in record["cases"]] == list(range(len(CASES[arch])))
     for case, (_, _, waivers) in zip(record["cases"], CASES[arch], strict=True):
         assert len(set(case["schedules"])) == 8 and case["races"] == 0 and not case["errors"], case
