@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lp_fa4.mx import MXTensor, quantize_mx
+from lp_fa4.mx import MXTensor, cast_e4m3, expand_scale, inverse_scale, quantize_mx
 
 Matrix = Tensor | MXTensor
 Weight = Tensor | MXTensor | tuple[MXTensor, MXTensor]
@@ -55,12 +55,15 @@ def to_float(matrix: Weight) -> Tensor:
 
 
 def split_e4m3(weight: Tensor, block: tuple[int, int] = (32, 32)) -> tuple[MXTensor, MXTensor]:
-    """``weight`` as E4M3 hi + lo: ``hi = MX(w)``, ``lo = MX(w - hi)``; 7 to 8 significant bits, like BF16.
+    """``weight`` as E4M3 hi + lo under one scale: ``hi = MX(w)``, ``lo = E4M3((w - hi) / scale)``; 7 to 8 significant bits, like BF16.
 
-    Two accumulating FP8 products with it replace one BF16 product (numerics: "exact Wk").
+    Two accumulating FP8 products with it replace one BF16 product (numerics: "exact Wk"); with one scale tensor for both (the same object),
+    a kernel may add them up in one accumulator. What is left of an element is at most half its last place, 16 units of the scale, and is
+    kept to 2^-10 of a unit.
     """
     hi = quantize_mx(weight, block)
-    return hi, quantize_mx(weight.to(torch.float32) - hi.dequantize(), block)
+    left = (weight.to(torch.float32) - hi.dequantize()) * expand_scale(inverse_scale(hi.scale_bytes), hi.shape, block, None, 0)
+    return hi, MXTensor(cast_e4m3(torch.where(torch.isfinite(left), left, 0.0)), hi.scale, block)
 
 
 def check_matrix(name: str, matrix: object, columns: int | None = None, *, pair: bool = False) -> tuple[int, int]:

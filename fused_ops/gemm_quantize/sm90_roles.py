@@ -88,12 +88,12 @@ def fill_tables(spec: cutlass.Constexpr, t, s):
     w_factors, inverse = s.w_factors, s.inverse
     if const_expr(spec.scaled):
         for entry in cutlass.range(tid, spec.w_table, t.threads):
-            i = cutlass.min(entry, tile_blocks * spec.chunks * spec.parts - 1)
+            i = cutlass.min(entry, tile_blocks * spec.chunks * spec.scale_parts - 1)
             n, chunk = i % tile_blocks, i // tile_blocks % spec.chunks
             k = chunk * spec.chunk
             row = Int32(0) if const_expr(spec.w_static) else cutlass.min(t.column * tile_blocks + n, spec.columns // 32 - 1)
             byte = Int32(t.w_scale[0][row, k // spec.w_width])
-            if const_expr(spec.parts == 2):  # noqa: SIM102 - one is decided at compile time
+            if const_expr(spec.scale_parts == 2):  # noqa: SIM102 - one is decided at compile time
                 if i // (tile_blocks * spec.chunks) == 1:
                     byte = Int32(t.w_scale[1][row, k // spec.w_width])
             factor = scale_of_byte(byte)
@@ -115,20 +115,18 @@ def release(barrier):
 
 @cute.jit
 def issue(mma, accumulator, a, b, begin: cutlass.Constexpr, end: cutlass.Constexpr, resume: cutlass.Constexpr):
-    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage, as one wgmma group."""
-    warpgroup.fence()
+    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage. The caller fences before and commits after."""
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, resume)
     for i in cutlass.range_constexpr(begin, end):
         cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 @cute.jit
 def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, group: Int32, partial: cute.Tensor, total: cute.Tensor):
     """``total += partial * factor`` of unit ``unit``; the first one starts the total."""
-    k, part = unit // spec.parts, unit % spec.parts
+    k, part = unit // spec.scale_parts, unit % spec.scale_parts
     tile_blocks = spec.column_tile // 32
     w_factors, x_factors = s.w_factors, s.x_factors
     row_factor = Float32(1.0)
@@ -146,13 +144,14 @@ def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, gr
 def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, partials, slot: Int32, stage: Int32, phase: Int32):
     """Products of a half tile, chunk by chunk and part by part. Returns the place of the last stage; the last unit's partial sums are still
     to be waited for and added."""
-    # A unit is one part of one chunk; chunks do not cross stages.
+    # A unit is one part of one chunk, or both where they have one scale; chunks do not cross stages.
     per_stage = spec.stage_columns // spec.chunk
     instructions = spec.chunk // 32
-    units = spec.chunks * spec.parts
+    together = spec.parts // spec.scale_parts
+    units = spec.chunks * spec.scale_parts
     previous = stage
     for u in cutlass.range_constexpr(units):
-        k, part = u // spec.parts, u % spec.parts
+        k, part = u // spec.scale_parts, u % spec.scale_parts
         within = k % per_stage
         if const_expr(within == 0 and part == 0):
             if const_expr(k > 0):
@@ -162,8 +161,11 @@ def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, par
                     stage, phase = Int32(0), phase ^ 1
             cute.arch.mbarrier_wait(bars.full + stage, phase)
         last = min(within * instructions + instructions, -(-(spec.contracted - (k - within) * spec.chunk) // 32))
-        w = c.w[None, None, None, (k // per_stage) * spec.parts + part]
-        issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, False)
+        warpgroup.fence()
+        for p in cutlass.range_constexpr(together):
+            w = c.w[None, None, None, (k // per_stage) * spec.parts + part + p]
+            issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, p > 0)
+        warpgroup.commit_group()
         if const_expr(u > 0):
             warpgroup.wait_group(1)
             if const_expr(within == 0 and part == 0):
@@ -184,7 +186,9 @@ def multiply_plain(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: 
                 stage, phase = Int32(0), phase ^ 1
         cute.arch.mbarrier_wait(bars.full + stage, phase)
         last = min(4, -(-(spec.contracted - k * spec.stage_columns) // 16))
+        warpgroup.fence()
         issue(c.mma, total, c.x[None, None, None, stage], c.w[None, None, None, k], 0, last, k > 0)
+        warpgroup.commit_group()
         if const_expr(k > 0):
             warpgroup.wait_group(1)
             release(bars.empty + previous)
@@ -237,7 +241,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
                 cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
             release(bars.empty + stage)
-            last = spec.chunks * spec.parts - 1
+            last = spec.chunks * spec.scale_parts - 1
             promote(spec, s, last, slot, c.group, partials[last % 2], total)
         else:
             stage, phase = multiply_plain(spec, bars, c, total, stage, phase)

@@ -1,7 +1,7 @@
 """A projection's weight as its kernel reads it, from one small kernel: rotated, split or rounded, and the bound of its product's exponents.
 
     exact  = R w                     per head; R = Hadamard / sqrt(D), or w itself
-    hi, lo = MX(exact), MX(exact - hi)      or MX(exact); BF16(exact) always, which the backward reads
+    hi, lo = MX(exact), E4M3((exact - hi) / scale)      or MX(exact); BF16(exact) always, which the backward reads
     bytes  = E8M0 of  max over a head's rows of |gain * exact_j| * factor        (``interface.projection_exponent``)
 
 A CTA holds a head's rows of 128 columns, a column a thread, so the transform is butterflies within registers; a second kernel adds a row's
@@ -108,7 +108,7 @@ def projection_weight(
     from fused_ops.gemm_quantize import weights_kernel
 
     rounded, parts, scales, exponent = weights_kernel.projection_weight(w.detach(), gain.detach(), heads, form, block[1], rotate, centred)
-    if form == "bf16":
+    if scales is None:
         return ProjectionWeight(rounded, exponent, rounded)
-    made = [MXTensor.from_bytes(codes, scale, block) for codes, scale in zip(parts, scales, strict=True)]
+    made = [MXTensor.from_bytes(codes, scales, block) for codes in parts]
     return ProjectionWeight(made[0] if form == "e4m3" else (made[0], made[1]), exponent, rounded)

@@ -13,7 +13,6 @@ from lp_fa4.common.numbers import (
     e4m3x4_to_float,
     inverse_of_byte,
     magnitude_max,
-    scale_of_byte,
     warp_max,
 )
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
@@ -36,13 +35,12 @@ class ProjectionWeight:
         rounded: cute.Tensor,
         first: cute.Tensor,
         second: cute.Tensor,
-        first_scale: cute.Tensor,
-        second_scale: cute.Tensor,
+        scale_bytes: cute.Tensor,
         squares: cute.Tensor,
         heads: Int32,
         stream,
     ):
-        self.kernel(w, gain, rounded, first, second, first_scale, second_scale, squares).launch(
+        self.kernel(w, gain, rounded, first, second, scale_bytes, squares).launch(
             grid=[heads, self.spec.chunks, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -54,8 +52,7 @@ class ProjectionWeight:
         rounded: cute.Tensor,
         first: cute.Tensor,
         second: cute.Tensor,
-        first_scale: cute.Tensor,
-        second_scale: cute.Tensor,
+        scale_bytes: cute.Tensor,
         squares: cute.Tensor,
     ):
         spec = self.spec
@@ -65,7 +62,7 @@ class ProjectionWeight:
         row0, column = head * spec.rows, chunk * THREADS + tid
         within = column < spec.columns
         smem = cutlass.utils.SmemAllocator()
-        maxima = smem.allocate_tensor(Int32, cute.make_layout((WARPS, spec.rows // 32, 2)), byte_alignment=16)
+        maxima = smem.allocate_tensor(Int32, cute.make_layout((WARPS, spec.rows // 32)), byte_alignment=16)
         values = cute.make_rmem_tensor(spec.rows, Float32)
         for r in cutlass.range_constexpr(spec.rows):
             values[r] = Float32(0.0)
@@ -86,9 +83,7 @@ class ProjectionWeight:
             if within:
                 rounded[row0 + r, column] = values[r].to(BFloat16)
         if const_expr(spec.form != "bf16"):
-            self.quantize(values, maxima, 0, row0, column, within, first, first_scale)
-            if const_expr(spec.form == "e4m3x2"):
-                self.quantize(values, maxima, 1, row0, column, within, second, second_scale)
+            self.quantize(values, maxima, row0, column, within, first, second, scale_bytes)
 
     @cute.jit
     def transform(self, values: cute.Tensor):
@@ -104,8 +99,8 @@ class ProjectionWeight:
             values[r] = values[r] * rows**-0.5
 
     @cute.jit
-    def quantize(self, values, maxima, part: cutlass.Constexpr, row0, column, within, codes, scales):
-        """Codes and scales of 32-row blocks; what is left, ``values - codes * 2^e``, takes the place of ``values``."""
+    def quantize(self, values, maxima, row0, column, within, codes, rest, scales):
+        """Codes and scales of 32-row blocks, and codes of what is left under the same scales where ``rest`` is asked for."""
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = tid // 32, tid % 32
@@ -116,25 +111,31 @@ class ProjectionWeight:
                 top = magnitude_max(top, values[32 * g + r])
             top = warp_max(top)
             if lane == 0:
-                maxima[warp, g, part] = top
+                maxima[warp, g] = top
         cute.arch.sync_threads()
         for g in cutlass.range_constexpr(groups):
             top = Int32(0)
             for i in cutlass.range_constexpr(warps):
-                top = cutlass.max(top, maxima[warp // warps * warps + i, g, part])
+                top = cutlass.max(top, maxima[warp // warps * warps + i, g])
             byte = byte_of_amax_bits(top)
-            inverse, scale = inverse_of_byte(byte), scale_of_byte(byte)
+            inverse = inverse_of_byte(byte)
             if within & (tid % spec.width == 0):
                 scales[row0 // 32 + g, column // spec.width] = Uint8(byte)
             for quad in cutlass.range_constexpr(8):
                 at = 32 * g + 4 * quad
-                word = e4m3x4(*[values[at + i] * inverse for i in range(4)])
+                scaled = [values[at + i] * inverse for i in range(4)]
+                word = e4m3x4(*scaled)
                 word = word if byte != 255 else Int32(0)
-                back = e4m3x4_to_float(word)
+                left = Int32(0)
+                if const_expr(spec.form == "e4m3x2"):
+                    back = e4m3x4_to_float(word)
+                    left = e4m3x4(*[scaled[i] - back[i] for i in range(4)])
+                    left = left if byte != 255 else Int32(0)
                 for i in cutlass.range_constexpr(4):
-                    values[at + i] = values[at + i] - back[i] * scale
                     if within:
                         codes[row0 + at + i, column] = Uint8((word >> (8 * i)) & 255)
+                        if const_expr(spec.form == "e4m3x2"):
+                            rest[row0 + at + i, column] = Uint8((left >> (8 * i)) & 255)
 
 
 class Bound:
@@ -167,7 +168,7 @@ def _compile_projection_weight(arch: str, spec: WeightSpec):
     rows, columns = symbol(), spec.columns
     bf16, pair = spec.form == "bf16", spec.form == "e4m3x2"
     codes = [fake("uint8", (symbol(), columns), align=1, compact=True) for _ in range(2)]
-    scale = [fake("uint8", (symbol(), columns // spec.width), align=1, compact=True) for _ in range(2)]
+    scale = fake("uint8", (symbol(), columns // spec.width), align=1, compact=True)
     return build(
         arch,
         ProjectionWeight(spec),
@@ -176,8 +177,7 @@ def _compile_projection_weight(arch: str, spec: WeightSpec):
         fake("bfloat16", (symbol(), columns), align=2, compact=True),
         None if bf16 else codes[0],
         codes[1] if pair else None,
-        None if bf16 else scale[0],
-        scale[1] if pair else None,
+        None if bf16 else scale,
         fake("float32", (symbol(), WARPS * spec.chunks), compact=True),
         Int32(1),
     )
@@ -192,21 +192,20 @@ def _compile_projection_bound(arch: str, rows: int, parts: int):
 
 def projection_weight(
     w: Tensor, gain: Tensor, heads: int, form: str, width: int, rotate: bool, centred: bool
-) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
-    """BF16 of the weight, codes and scales of each part, and int32 ``[heads]``."""
+) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor]:
+    """BF16 of the weight, codes of each part, their scales, and int32 ``[heads]``."""
     rows, columns = w.shape
     w = w if w.stride(1) == 1 else w.contiguous()
     spec = WeightSpec(columns, rows // heads, form, width, rotate, dtype_name(w), dtype_name(gain))
     count = {"bf16": 0, "e4m3": 1, "e4m3x2": 2}[form]
     rounded = torch.empty(rows, columns, dtype=torch.bfloat16, device=w.device)
     parts = [torch.empty(rows, columns, dtype=torch.uint8, device=w.device) for _ in range(count)]
-    scales = [torch.empty(rows // 32, columns // width, dtype=torch.uint8, device=w.device) for _ in range(count)]
+    scales = torch.empty(rows // 32, columns // width, dtype=torch.uint8, device=w.device) if count else None
     squares = torch.empty(rows, WARPS * spec.chunks, dtype=torch.float32, device=w.device)
     exponent = torch.empty(heads, dtype=torch.int32, device=w.device)
     arch = arch_of(w.device)
     first = [*parts, None, None][:2]
-    second = [*scales, None, None][:2]
-    launch(_compile_projection_weight(arch, spec), w.device, w, gain.contiguous(), rounded, *first, *second, squares, heads)
+    launch(_compile_projection_weight(arch, spec), w.device, w, gain.contiguous(), rounded, *first, scales, squares, heads)
     bound = _compile_projection_bound(arch, spec.rows, WARPS * spec.chunks)
     launch(bound, w.device, squares, exponent, bound_factor(columns, centred))
     return rounded, parts, scales, exponent

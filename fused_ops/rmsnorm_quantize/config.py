@@ -90,9 +90,21 @@ class NormSpec:
         if self.block_tokens == 128 or self.sf_columns or self.sf_tokens or self.columns > 512 or self.columns % 32:
             return 0
         group = 32 * self.columns * (4 if self.dtype == "float32" else 2)
-        words = max(16 * self.columns if self.copy else 0, 8 * self.columns if self.centred else 0)  # codes, or column sums of 8 warps
-        fixed = 4 * (words + 5 * self.columns) + 2048
-        return min(3, max(STAGED_BYTES - fixed, 0) // group) if 2 * group <= STAGED_BYTES - fixed else 0
+        left = STAGED_BYTES - 2048 - 4 * (self.shared_words + 5 * self.columns)
+        return min(3, left // group) if 2 * group <= left else 0
+
+    @property
+    def copied_rows(self) -> int:
+        """Rows whose codes are turned together: two groups (half a line of the copy) where two buffers of them leave room, else one."""
+        group = 32 * self.columns * (4 if self.dtype == "float32" else 2)
+        return 64 if 2 * group + 2 * 64 * self.columns + 20 * self.columns + 2048 <= STAGED_BYTES else 32
+
+    @property
+    def shared_words(self) -> int:
+        """32-bit words of the staged kernel for two buffers of codes, in one of which the warps' column sums lie when it is free."""
+        codes = 2 * self.copied_rows * self.columns // 4 if self.copy else 0
+        sums = 8 * self.columns if self.centred else 0
+        return max(codes, sums * (2 if self.copy else 1), 4)
 
     @property
     def lanes(self) -> int:

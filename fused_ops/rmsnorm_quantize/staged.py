@@ -19,7 +19,7 @@ from fused_ops.rmsnorm_quantize.config import ROWS, NormSpec
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, scale_of_byte, transpose4x4
 from lp_fa4.mx import GROUP
-from lp_fa4.sm90.tile_transpose import ORDERS, store16
+from lp_fa4.sm90.tile_transpose import ORDERS
 
 COMPUTE = 256
 THREADS = COMPUTE + 32
@@ -29,8 +29,6 @@ FIELDS = 6
 """int32 of an item: first token, end, limit, row, region, tile."""
 MEET = 1
 """Named barrier of the computing warps."""
-COPIED = 64
-"""Rows whose codes wait in shared memory for the copy with tokens innermost: two groups."""
 
 
 class StagedNorm:
@@ -94,8 +92,6 @@ class StagedNorm:
         spec, stages, columns = self.spec, self.stages, self.spec.columns
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        # Codes for the copy and the warps' column sums are never alive together.
-        shared_words = max(COPIED * columns // 4 if spec.copy else 0, WARPS * columns if spec.centred else 0, 4)
 
         @cute.struct
         class Storage:
@@ -104,7 +100,7 @@ class StagedNorm:
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, 3 * spec.blocks], 16]
             gain: cute.struct.Align[cute.struct.MemRange[Float32, columns], 128]
             mean: cute.struct.Align[cute.struct.MemRange[Float32, ITEMS * columns if spec.centred else 4], 128]
-            words: cute.struct.Align[cute.struct.MemRange[Uint32, shared_words], 128]
+            words: cute.struct.Align[cute.struct.MemRange[Uint32, spec.shared_words], 128]
             rows: cute.struct.Align[cute.struct.MemRange[x.element_type, stages * GROUP * columns], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
@@ -158,6 +154,7 @@ class StagedNorm:
         for tile in cutlass.range(io.first, io.tiles, io.step, unroll=1):
             token, end, limit, row, region, near = place(spec.dense, io.offsets, io.tokens, tile, near)
             cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+            cute.arch.fence_view_async_shared()
             item_full, source = (bars.item_full + slot).toint(), Int64(0)
             if const_expr(spec.centred):
                 source = (io.means.iterator + cute.crd2idx((Int64(near), 0), io.means.layout)).toint()
@@ -176,6 +173,9 @@ class StagedNorm:
             for group in cutlass.range(count, unroll=1):
                 valid = cutlass.max(cutlass.min(end - token - GROUP * group, GROUP), 0)
                 cute.arch.mbarrier_wait(bars.empty + stage, phase)
+                # Between the readers of what was there and the copy: here, because a fence waits for its thread's own stores, of which
+                # this warp has none.
+                cute.arch.fence_view_async_shared()
                 full = (bars.full + stage).toint()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, valid * self.row_bytes)
@@ -203,7 +203,8 @@ class StagedNorm:
         spec, item = self.spec, s.item
         tid, _, _ = cute.arch.thread_idx()
         lane, row0 = tid % spec.lanes, tid // spec.lanes
-        stage, phase, slot, slot_phase, turn = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        stage, phase, slot, slot_phase, turn, side = (Int32(0) for _ in range(6))
+        together = spec.copied_rows // GROUP
         for tile in cutlass.range(io.first, io.tiles, io.step, unroll=1):
             cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
             token, end, limit = item[0, slot], item[1, slot], item[2, slot]
@@ -213,12 +214,13 @@ class StagedNorm:
             count = self.groups(token, limit, at.region)
             for group in cutlass.range(count, unroll=1):
                 cute.arch.mbarrier_wait(bars.full + stage, phase)
-                self.group_of(io, s, bars, at, group, stage, turn, lane, row0, totals)
+                self.group_of(io, s, bars, at, group, stage, turn, side, lane, row0, totals)
                 if const_expr(spec.copy):  # noqa: SIM102 - one is decided at compile time
-                    if (group % 2 == 1) | (group == count - 1):
+                    if (group % together == together - 1) | (group == count - 1):
+                        # The other buffer is free then: who got here has stored it. So one barrier a buffer is enough.
                         cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
-                        self.store_copy(io, s, at, group // 2)
-                        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+                        self.store_copy(io, s, at, group // together, side)
+                        side = side ^ 1
                 stage = stage + 1
                 if stage == self.stages:
                     stage, phase = Int32(0), phase ^ 1
@@ -226,8 +228,7 @@ class StagedNorm:
                 if turn == 3:
                     turn = Int32(0)
             if const_expr(spec.centred):
-                self.column_sums(io, s, at, lane, totals)
-                cute.arch.fence_view_async_shared()  # the mean is read, and may be overwritten
+                self.column_sums(io, s, at, lane, side, totals)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars.item_empty + slot)
@@ -236,49 +237,68 @@ class StagedNorm:
                 slot, slot_phase = Int32(0), slot_phase ^ 1
 
     @cute.jit
-    def group_of(self, io, s, bars, at, group: Int32, stage: Int32, turn: Int32, lane, row0, totals: cute.Tensor):
-        """Rows of one group: factors, values, codes."""
-        spec, passes, slabs, rstd = self.spec, self.passes, self.spec.slabs, io.rstd
-        together = min(passes, 2) if const_expr(spec.static) else passes
-        for first in cutlass.range_constexpr(0, passes, together):
-            values = cute.make_rmem_tensor((8, slabs, together), Float32)
-            inside, factor = [], []
-            for p in cutlass.range_constexpr(together):
-                row = row0 + (first + p) * self.row_step
-                inside.append(at.token + GROUP * group + row < at.end)
-                self.read(io, s, stage, row, lane, inside[p], values[None, None, p])
-            if const_expr(first + together == passes):
-                # x is in registers: its place may be filled again. Its maximum and codes need nothing of it.
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.empty + stage)
-            for p in cutlass.range_constexpr(together):
-                total = Float32(0.0)
-                for k in cutlass.range_constexpr(slabs):
-                    for i in cutlass.range_constexpr(8):
-                        total = total + values[i, k, p] * values[i, k, p]
-                factor.append(self.row_rstd(total, io.eps))
-                token = at.token + GROUP * group + row0 + (first + p) * self.row_step
-                if (lane == 0) & (token < at.limit):
-                    rstd[Int64(token)] = factor[p] if inside[p] else Float32(0.0)
+    def group_of(self, io, s, bars, at, group: Int32, stage: Int32, turn: Int32, side: Int32, lane, row0, totals: cute.Tensor):
+        """Rows of one group: factors, values, codes. Rows of static blocks are independent: two at a time hide latency; one, in a loop,
+        leaves the copy its registers."""
+        spec, passes = self.spec, self.passes
+        empty = bars.empty + stage
+        if const_expr(not spec.static):
+            self.rows_of(io, s, at, group, stage, turn, side, lane, row0, 0, passes, empty, totals)
+        elif const_expr(spec.copy):
+            for first in cutlass.range(passes, unroll=1):
+                self.rows_of(io, s, at, group, stage, turn, side, lane, row0, first, 1, None, totals)
+            self.release(empty)
+        else:
+            for first in cutlass.range_constexpr(0, passes, 2):
+                together = min(2, passes - first)
+                done = empty if const_expr(first + together == passes) else None
+                self.rows_of(io, s, at, group, stage, turn, side, lane, row0, first, together, done, totals)
+
+    @cute.jit
+    def release(self, barrier):
+        """One arrival per warp, after all its lanes have read."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def rows_of(self, io, s, at, group, stage, turn, side, lane, row0, first, together: cutlass.Constexpr, empty, totals: cute.Tensor):
+        """Passes ``first`` … ``first + together - 1`` of a group; ``empty``: barrier to arrive at once x is in registers, or None."""
+        spec, slabs, rstd = self.spec, self.spec.slabs, io.rstd
+        values = cute.make_rmem_tensor((8, slabs, together), Float32)
+        inside, factor = [], []
+        for p in cutlass.range_constexpr(together):
+            row = row0 + (first + p) * self.row_step
+            inside.append(at.token + GROUP * group + row < at.end)
+            self.read(io, s, stage, row, lane, inside[p], values[None, None, p])
+        if const_expr(empty is not None):
+            self.release(empty)
+        for p in cutlass.range_constexpr(together):
+            total = Float32(0.0)
             for k in cutlass.range_constexpr(slabs):
-                chunk = lane + k * spec.lanes
-                if chunk < spec.chunks:
-                    self.normalise(s, at, k, 8 * chunk, factor, values)
-                    if const_expr(spec.centred):
-                        for p in cutlass.range_constexpr(together):
-                            if inside[p]:
-                                for i in cutlass.range_constexpr(8):
-                                    totals[i, k] = totals[i, k] + values[i, k, p]
-                    if const_expr(spec.static):
-                        for p in cutlass.range_constexpr(together):
-                            row = GROUP * group + row0 + (first + p) * self.row_step
-                            self.emit(io, s, at, values[None, k, p], inside[p], Int32(0), row, 8 * chunk)
-                if const_expr(not spec.static):
-                    self.contribute(s, values, inside, k, chunk, turn)
+                for i in cutlass.range_constexpr(8):
+                    total = total + values[i, k, p] * values[i, k, p]
+            factor.append(self.row_rstd(total, io.eps))
+            token = at.token + GROUP * group + row0 + (first + p) * self.row_step
+            if (lane == 0) & (token < at.limit):
+                rstd[Int64(token)] = factor[p] if inside[p] else Float32(0.0)
+        for k in cutlass.range_constexpr(slabs):
+            chunk = lane + k * spec.lanes
+            if chunk < spec.chunks:
+                self.normalise(s, at, k, 8 * chunk, factor, values)
+                if const_expr(spec.centred):
+                    for p in cutlass.range_constexpr(together):
+                        if inside[p]:
+                            for i in cutlass.range_constexpr(8):
+                                totals[i, k] = totals[i, k] + values[i, k, p]
+                if const_expr(spec.static):
+                    for p in cutlass.range_constexpr(together):
+                        row = GROUP * group + row0 + (first + p) * self.row_step
+                        self.emit(io, s, at, values[None, k, p], inside[p], Int32(0), row, 8 * chunk, side)
             if const_expr(not spec.static):
-                self.emit_blocks(io, s, at, group, turn, lane, row0, inside, values)
+                self.contribute(s, values, inside, k, chunk, turn)
+        if const_expr(not spec.static):
+            self.emit_blocks(io, s, at, group, turn, side, lane, row0, inside, values)
 
     @cute.jit
     def read(self, io, s, stage: Int32, row, lane, inside, values: cute.Tensor):
@@ -340,7 +360,7 @@ class StagedNorm:
             cute.arch.atomic_max(maxima.iterator + cute.crd2idx((8 * chunk // spec.width, turn), maxima.layout), top)
 
     @cute.jit
-    def emit_blocks(self, io, s, at, group: Int32, turn: Int32, lane, row0, inside, values: cute.Tensor):
+    def emit_blocks(self, io, s, at, group: Int32, turn: Int32, side: Int32, lane, row0, inside, values: cute.Tensor):
         """Codes and scales of a group, once all warps have contributed. Three sets of maxima: one is read, the next may already be
         written, the one after is cleared; so one barrier a group is enough."""
         spec, maxima, scales = self.spec, s.maxima, io.scales
@@ -359,10 +379,10 @@ class StagedNorm:
                 byte = byte_of_amax_bits(maxima[8 * chunk // spec.width, turn])
                 for p in cutlass.range_constexpr(len(inside)):
                     row = GROUP * group + row0 + p * self.row_step
-                    self.emit(io, s, at, values[None, k, p], inside[p], byte, row, 8 * chunk)
+                    self.emit(io, s, at, values[None, k, p], inside[p], byte, row, 8 * chunk, side)
 
     @cute.jit
-    def emit(self, io, s, at, values: cute.Tensor, inside, byte: Int32, row: Int32, column: Int32):
+    def emit(self, io, s, at, values: cute.Tensor, inside, byte: Int32, row: Int32, column: Int32, side: Int32):
         """Quantize a chunk of the tile's row ``row`` and store it if the row is to be written; 0 where it is not ``inside``."""
         spec, given = self.spec, io.given
         words = cute.make_rmem_tensor(2, Uint32)
@@ -383,24 +403,28 @@ class StagedNorm:
                     rounded[i] = (values[i] * factor if inside else Float32(0.0)).to(BFloat16)
                 store(rounded, io.normed, at.token + row, column, 16)
         if const_expr(spec.copy):
-            local = row % COPIED
+            local = row % spec.copied_rows + spec.copied_rows * side
             cell = s.words + self.code_word(local, column // 16) + column // 8 % 2 * 2
             pair = cute.make_ptr(Uint32, cell.toint(), cute.AddressSpace.smem, assumed_align=8)
             cute.autovec_copy(words, cute.make_tensor(pair, cute.make_layout(2)))
 
     def code_word(self, row, chunk):
         """First word of a row's 16-byte chunk of codes: chunks are exchanged by run of 16 rows, so that runs lie in other banks."""
-        return row * (self.spec.columns // 4) + 4 * (chunk ^ (2 * (row // 16)))
+        runs = self.spec.copied_rows // 16
+        return row * (self.spec.columns // 4) + 4 * (chunk ^ (2 * (row // 16 % runs)))
 
     @cute.jit
-    def store_copy(self, io, s, at, half: Int32):
-        """Codes of two groups with tokens innermost: a thread takes four columns of a run of 16 tokens."""
+    def store_copy(self, io, s, at, half: Int32, side: Int32):
+        """A buffer's codes with tokens innermost: a thread takes four columns of a run of 16 tokens."""
         spec, staged = self.spec, s.words
         tid, _, _ = cute.arch.thread_idx()
         position = GROUP * at.row if const_expr(not spec.dense) else at.token
         order = ORDERS["accumulator"]
-        runs = COPIED // 16
-        limit = GROUP * at.region - COPIED * half
+        rows = spec.copied_rows
+        runs = rows // 16
+        limit = GROUP * at.region - rows * half
+        pitch = Int64(io.copy.shape[2])  # heads and columns are compact: a column is a row of positions
+        start = io.copy.iterator.toint() + position + rows * half
         for unit in cutlass.range(tid, spec.columns // 4 * runs, COMPUTE, unroll=1):
             run, quad = unit % runs, unit // runs
             if 16 * run < limit:
@@ -408,22 +432,25 @@ class StagedNorm:
                 for i in cutlass.range_constexpr(4):
                     found = []
                     for j in cutlass.range_constexpr(4):
-                        row = 16 * run + order[4 * i + j]
+                        row = rows * side + 16 * run + order[4 * i + j]
                         cell = cute.make_tensor(staged + self.code_word(row, quad // 4) + quad % 4, cute.make_layout(1))
                         found.append(Int32(cell[0]))
                     turned = transpose4x4(*found)
                     for d in cutlass.range_constexpr(4):
                         words[i, d] = Uint32(turned[d])
+                address = start + Int64(4 * quad) * pitch + 16 * run
                 for d in cutlass.range_constexpr(4):
-                    column = 4 * quad + d
-                    store16(io.copy, (column // spec.copy, column % spec.copy, position + COPIED * half + 16 * run), words[None, d])
+                    target = cute.make_ptr(Uint32, address + d * pitch, cute.AddressSpace.gmem, assumed_align=16)
+                    cute.autovec_copy(words[None, d], cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
-    def column_sums(self, io, s, at, lane, totals: cute.Tensor):
+    def column_sums(self, io, s, at, lane, side: Int32, totals: cute.Tensor):
         """The tile's column sums: over a warp's rows by butterfly, then over the warps, in order."""
         spec, columns, given, sums = self.spec, self.spec.columns, io.given, io.sums
         tid, _, _ = cute.arch.thread_idx()
-        parts = cute.make_tensor(cute.recast_ptr(s.words, dtype=Float32), cute.make_layout((columns, WARPS)))
+        # In the buffer of codes that is free: the last one may still be being stored.
+        first = side * (spec.shared_words // 2) if const_expr(spec.copy) else Int32(0)
+        parts = cute.make_tensor(cute.recast_ptr(s.words + first, dtype=Float32), cute.make_layout((columns, WARPS)))
         for k in cutlass.range_constexpr(spec.slabs):
             for i in cutlass.range_constexpr(8):
                 total = totals[i, k]
