@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-LOCAL_LIMITS = {("dx", 384): 56, ("dx", 512): 4, ("dW", 384): 0, ("dW", 512): 4}
+LOCAL_LIMITS = {("dx", 384): 64, ("dx", 512): 4, ("dW", 384): 0, ("dW", 512): 4}
 """Words parked in local memory, a tile of 64 rows, on Hopper."""
 
 
