@@ -177,6 +177,9 @@ class FewQueries:
         factors = storage.factors.get_tensor(cute.make_layout(n))
         reduced = storage.reduced.get_tensor(cute.make_layout((n, 4, 4)))
         q_base, k_base, v_base = (Int32(x.toint()) for x in (storage.q.data_ptr(), own, storage.v.data_ptr()))
+        if tid == 0:
+            for atom in (k_atom, v_atom):
+                cpasync.prefetch_descriptor(atom)
         b = find_sequence(offsets, batch, slot, KEYS)
         first_key = Int32(offsets[b])
         keys = Int32(offsets[b + 1]) - first_key
@@ -292,31 +295,33 @@ class FewQueries:
         shape = mma.partition_shape_C((64, n))
         blocks = KEYS // 64
         scores = [cute.make_rmem_tensor(shape, Float32) for _ in range(blocks + int(spec.centred))]
+        # what the softmax needs of the scales is loaded while K arrives
+        row, last = first_key // 32 + b, cutlass.max(cute.ceil_div(keys, 32) - 1, 0)
+        factor_out = Float32(2.0**-spec.p_scale_log2)
+        if const_expr(spec.value_scale == 0):
+            factor_out = factor_out * scale_of_byte(Int32(v_scale[0, kv_head]))
+        scales, exponents, undo = [], [], []
+        top = Float32(0.0)
+        for m in cutlass.range_constexpr(len(scores)):
+            group = start // 32 + 2 * m + warp // 2 if const_expr(m < blocks) else warp // 2
+            if const_expr(spec.key_scale > 0):
+                scales.append(scale_of_byte(key_scale_byte(k_scale, spec.key_scale, kv_head, row, group, last)))
+            if const_expr(spec.value_scale > 0 and m < blocks):
+                e = exponent_of_byte(key_scale_byte(v_scale, spec.value_scale, kv_head, row, group, last))
+                exponents.append(Float32(-100.0) if e < -100.0 else e)
+                undo.append(exp2(-exponents[m]))
+                top = exponents[0] if const_expr(m == 0) else cute.arch.fmax(top, exponents[m])
         cute.arch.mbarrier_wait(bars, 0)
         for m in cutlass.range_constexpr(len(scores)):
             keys_m = a_k[None, None, None, m] if const_expr(m < blocks) else a_head[None, None, None, 0]
             issue(mma, scores[m], keys_m, b_q[None, None, None, 0])
         warpgroup.wait_group(0)
-        row, last = first_key // 32 + b, cutlass.max(cute.ceil_div(keys, 32) - 1, 0)
-        exponents, undo = [], []
-        top = Float32(0.0)
-        for m in cutlass.range_constexpr(blocks):
-            group = start // 32 + 2 * m + warp // 2
-            if const_expr(spec.value_scale > 0):
-                e = exponent_of_byte(key_scale_byte(v_scale, spec.value_scale, kv_head, row, group, last))
-                exponents.append(Float32(-100.0) if e < -100.0 else e)
-                undo.append(exp2(-exponents[m]))
-                top = exponents[0] if const_expr(m == 0) else cute.arch.fmax(top, exponents[m])
         for m in cutlass.range_constexpr(len(scores)):
-            group = start // 32 + 2 * m + warp // 2 if const_expr(m < blocks) else warp // 2
-            scale = Float32(1.0)
-            if const_expr(spec.key_scale > 0):
-                scale = scale_of_byte(key_scale_byte(k_scale, spec.key_scale, kv_head, row, group, last))
             for j in cutlass.range_constexpr(n // 8):
                 for c in cutlass.range_constexpr(2):
                     factor = factors[8 * j + 2 * (lane % 4) + c]
                     if const_expr(spec.key_scale > 0):
-                        factor = visible_factor(factor * scale)
+                        factor = visible_factor(factor * scales[m])
                     for r in cutlass.range_constexpr(2):
                         i = c + 2 * r + 4 * j
                         key = 16 * warp + lane // 4 + 8 * r
@@ -410,9 +415,6 @@ class FewQueries:
             if query < queries:
                 total = (reduced[tid, 0, 3] + reduced[tid, 1, 3]) + (reduced[tid, 2, 3] + reduced[tid, 3, 3])
                 stats[0, slot, head, query] = total * 2.0**-spec.p_scale_log2
-        factor = Float32(2.0**-spec.p_scale_log2)
-        if const_expr(spec.value_scale == 0):
-            factor = factor * scale_of_byte(Int32(v_scale[0, kv_head]))
         warpgroup.wait_group(0)
         for m in cutlass.range_constexpr(d // 64):
             for j in cutlass.range_constexpr(n // 8):
@@ -422,7 +424,7 @@ class FewQueries:
                     if query < queries:
                         for r in cutlass.range_constexpr(2):
                             i = c + 2 * r + 4 * j + (n // 2) * m
-                            parts[slot, head, query, 64 * m + 16 * warp + lane // 4 + 8 * r] = (halves[0][i] + halves[1][i]) * factor
+                            parts[slot, head, query, 64 * m + 16 * warp + lane // 4 + 8 * r] = (halves[0][i] + halves[1][i]) * factor_out
 
     @cute.jit
     def clear(self, tile: Int32, valid: Int32):
