@@ -12,7 +12,7 @@ MAX_COLUMNS = 128
 """Output columns of a CTA: 64 accumulators a thread, next to two sets of partial sums."""
 SHARED_BYTES = 227 * 1024
 FIXED_BYTES = 24 * 1024
-"""Shared memory beside operands: codes on their way out (16 KiB), factors, barriers, the alignment of the tiles."""
+"""Shared memory beside operands: codes on their way out (8 KiB a warpgroup, of two), factors, barriers, the alignment of the tiles."""
 MIN_STAGES, MAX_STAGES = 4, 14
 ITEM_SLOTS = 4
 """Tiles whose places the loading warp may have written ahead."""
@@ -28,7 +28,7 @@ class GemmSpec:
     block of x, 0 tokens for static (0 columns: x has no scales). ``w_static``: one row of scales for all of w's rows, else one for 32.
     ``w_width``: K under one scale of w. ``block_tokens``, ``width``: block of the result. ``dense``: one sequence, no offsets.
     ``turns``: the warpgroups multiply in turn, one's products beside the other's epilogue. ``one_scale``: both parts of w have the same
-    scales, so that their products add up together.
+    scales, so that their products add up together. ``groups``: computing warpgroups, 2, or 3 without turns.
     """
 
     contracted: int
@@ -43,6 +43,7 @@ class GemmSpec:
     dense: bool
     turns: bool = True
     one_scale: bool = False
+    groups: int = 2
 
     @property
     def static(self) -> bool:
@@ -94,6 +95,11 @@ class GemmSpec:
         return 32 if self.static else self.width
 
     @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside operands."""
+        return FIXED_BYTES + 8192 * (self.groups - 2)
+
+    @property
     def scale_parts(self) -> int:
         """Sums of a chunk that have a factor of their own."""
         return 1 if self.one_scale else self.parts
@@ -102,7 +108,7 @@ class GemmSpec:
     def column_tile(self) -> int:
         """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
         row = self.parts * self.steps * 128
-        most = min(MAX_COLUMNS, (SHARED_BYTES - FIXED_BYTES - MIN_STAGES * self.stage_bytes) // row) // self.unit * self.unit
+        most = min(MAX_COLUMNS, (SHARED_BYTES - self.fixed_bytes - MIN_STAGES * self.stage_bytes) // row) // self.unit * self.unit
         if most <= 0:
             return 0
         tiles, units = -(-self.columns // most), -(-self.columns // self.unit)
@@ -121,7 +127,7 @@ class GemmSpec:
     @property
     def stages(self) -> int:
         """Stages of x: what shared memory has left."""
-        return min(MAX_STAGES, (SHARED_BYTES - FIXED_BYTES - self.weight_bytes) // self.stage_bytes)
+        return min(MAX_STAGES, (SHARED_BYTES - self.fixed_bytes - self.weight_bytes) // self.stage_bytes)
 
     @property
     def x_blocks(self) -> int:

@@ -28,9 +28,13 @@ from lp_fa4.mx import scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
 
-THREADS = 384
-REGISTERS = (240, 24)
-"""Of a computing and of a loading thread."""
+REGISTERS = {2: (240, 24), 3: (160, 24)}
+"""Of a computing and of a loading thread, by the number of computing warpgroups."""
+
+
+def threads_of(spec: GemmSpec) -> int:
+    """Threads of a CTA."""
+    return 128 * (1 + spec.groups)
 
 
 class GemmQuantize:
@@ -77,7 +81,7 @@ class GemmQuantize:
         self.kernel(
             mma, x_atom, t_x, hi_atom, t_hi, lo_atom, t_lo, x_scale, w_hi_scale, w_lo_scale, offsets, given, codes, scales,
             tokens, tiles, l_x, l_w,
-        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(grid=[ctas, 1, 1], block=[threads_of(spec), 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -112,11 +116,11 @@ class GemmQuantize:
         class Storage:
             barriers: cute.struct.MemRange[Int64, 1 + 2 * spec.stages + 2 * ITEM_SLOTS]
             item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * ITEM_SLOTS], 16]
-            maxima: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 8 * blocks], 16]
+            maxima: cute.struct.Align[cute.struct.MemRange[Int32, 8 * spec.groups * blocks], 16]
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, tile_blocks], 16]
             w_factors: cute.struct.Align[cute.struct.MemRange[Float32, spec.w_table], 16]
             x_factors: cute.struct.Align[cute.struct.MemRange[Float32, x_table * ITEM_SLOTS], 16]
-            staging: cute.struct.Align[cute.struct.MemRange[Uint32, 8 * 512], 128]
+            staging: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * spec.groups * 512], 128]
             x: cute.struct.Align[cute.struct.MemRange[self.kind, cute.cosize(l_x)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.kind, cute.cosize(l_w)], 1024]
 
@@ -143,7 +147,7 @@ class GemmQuantize:
             cute.arch.mbarrier_init_fence()
         s = Bundle(
             item=storage.item.get_tensor(cute.make_layout((FIELDS, ITEM_SLOTS))),
-            maxima=storage.maxima.get_tensor(cute.make_layout((blocks, 8, 2))),
+            maxima=storage.maxima.get_tensor(cute.make_layout((blocks, 4 * spec.groups, 2))),
             inverse=storage.inverse.get_tensor(cute.make_layout(tile_blocks)),
             w_factors=storage.w_factors.get_tensor(cute.make_layout(spec.w_table)),
             x_factors=storage.x_factors.get_tensor(cute.make_layout((x_table, ITEM_SLOTS))),
@@ -153,17 +157,17 @@ class GemmQuantize:
         )
         t = Bundle(
             x=(x_atom, t_x), w=[(hi_atom, t_hi), (lo_atom, t_lo)], x_scale=x_scale, w_scale=[w_hi_scale, w_lo_scale],
-            offsets=offsets, given=given, codes=codes, scales=scales, tokens=tokens, tiles=tiles, threads=THREADS,
+            offsets=offsets, given=given, codes=codes, scales=scales, tokens=tokens, tiles=tiles, threads=threads_of(spec),
             column=cta % spec.column_tiles, first=cta // spec.column_tiles, step=ctas // spec.column_tiles,
         )  # fmt: skip
         fill_tables(spec, t, s)
         cute.arch.sync_threads()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            cute.arch.setmaxregister_decrease(REGISTERS[spec.groups][1])
             if warp == 0:
                 produce(spec, t, s, bars)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[0])
+            cute.arch.setmaxregister_increase(REGISTERS[spec.groups][0])
             consume(spec, t, s, bars, mma)
 
 

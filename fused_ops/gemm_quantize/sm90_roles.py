@@ -73,10 +73,14 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
                     stage = stage + 1
                     if stage == spec.stages:
                         stage, phase = Int32(0), phase ^ 1
-    cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
-    with cute.arch.elect_one():
-        item[0, slot] = Int32(-1)
-        cute.arch.mbarrier_arrive(bars.item_full + slot)
+    for _ in cutlass.range_constexpr(2):  # the next half of a warpgroup may lie in either of two tiles
+        cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+        with cute.arch.elect_one():
+            item[0, slot] = Int32(-1)
+            cute.arch.mbarrier_arrive(bars.item_full + slot)
+        slot = slot + 1
+        if slot == ITEM_SLOTS:
+            slot, slot_phase = Int32(0), slot_phase ^ 1
 
 
 @cute.jit
@@ -141,7 +145,9 @@ def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, gr
 
 
 @cute.jit
-def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, partials, slot: Int32, stage: Int32, phase: Int32):
+def multiply_scaled(
+    spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, partials, group: Int32, slot: Int32, stage: Int32, phase: Int32
+):
     """Products of a half tile, chunk by chunk and part by part. Returns the place of the last stage; the last unit's partial sums are still
     to be waited for and added."""
     # A unit is one part of one chunk, or both where they have one scale; chunks do not cross stages.
@@ -164,13 +170,19 @@ def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, par
         warpgroup.fence()
         for p in cutlass.range_constexpr(together):
             w = c.w[None, None, None, (k // per_stage) * spec.parts + part + p]
-            issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, p > 0)
+            issue(c.mma, partials[u % len(partials)], c.x[None, None, None, stage], w, within * instructions, last, p > 0)
         warpgroup.commit_group()
-        if const_expr(u > 0):
+        if const_expr(len(partials) == 1):
+            if const_expr(u < units - 1):  # the other warpgroups' products fill the time
+                warpgroup.wait_group(0)
+                if const_expr((u + 1) % (per_stage * spec.scale_parts) == 0):
+                    release(bars.empty + stage)
+                promote(spec, s, u, slot, group, partials[0], total)
+        elif const_expr(u > 0):
             warpgroup.wait_group(1)
             if const_expr(within == 0 and part == 0):
                 release(bars.empty + previous)
-            promote(spec, s, u - 1, slot, c.group, partials[(u - 1) % 2], total)
+            promote(spec, s, u - 1, slot, group, partials[(u - 1) % 2], total)
     return stage, phase
 
 
@@ -217,32 +229,33 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         x=view.make_fragment_A(view.partition_A(s.x)),
         w=view.make_fragment_B(view.partition_B(s.w)),
         shape=mma.partition_shape_C((HALF, spec.column_tile)),
-        group=2 * wg + cute.arch.make_warp_uniform(tid % 128 // 64),
         wg=wg,
     )
     if const_expr(spec.turns):  # noqa: SIM102 - one is decided at compile time
         if wg == 0:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-    slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
-    stage, phase = wg * (spec.steps % spec.stages), wg * (spec.steps // spec.stages % 2)
+    half, parity = wg, Int32(0)
+    stage, phase = wg * spec.steps % spec.stages, wg * spec.steps // spec.stages & 1
     cute.arch.mbarrier_wait(bars.w_full, 0)
-    cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
-    token = item[0, slot]
+    cute.arch.mbarrier_wait(bars.item_full + half // 2 % ITEM_SLOTS, half // 2 // ITEM_SLOTS & 1)
+    token = item[0, half // 2 % ITEM_SLOTS]
     while token >= 0:
-        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * wg, item[4, slot] - 2 * wg
-        at = Bundle(token=token + HALF * wg, end=end, limit=limit, row=row, region=region)
+        slot, side = half // 2 % ITEM_SLOTS, half % 2
+        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * side, item[4, slot] - 2 * side
+        at = Bundle(token=token + HALF * side, end=end, limit=limit, row=row, region=region)
+        group = 2 * side + cute.arch.make_warp_uniform(tid % 128 // 64)
         total = cute.make_rmem_tensor(c.shape, Float32)
         if const_expr(spec.turns):
             cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
         if const_expr(spec.scaled):
-            partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(2)]
-            stage, phase = multiply_scaled(spec, s, bars, c, total, partials, slot, stage, phase)
+            partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(1 if spec.groups == 3 else 2)]
+            stage, phase = multiply_scaled(spec, s, bars, c, total, partials, group, slot, stage, phase)
             if const_expr(spec.turns):
                 cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
             release(bars.empty + stage)
             last = spec.chunks * spec.scale_parts - 1
-            promote(spec, s, last, slot, c.group, partials[last % 2], total)
+            promote(spec, s, last, slot, group, partials[last % len(partials)], total)
         else:
             stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
             if const_expr(spec.turns):
@@ -252,9 +265,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         release(bars.item_empty + slot)
         finish(spec, t, s, at, total, wg, parity)
         parity = parity ^ 1
-        stage, phase = advance(spec, stage, phase, spec.steps + 1)
-        slot = slot + 1
-        if slot == ITEM_SLOTS:
-            slot, slot_phase = Int32(0), slot_phase ^ 1
-        cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
-        token = item[0, slot]
+        stage, phase = advance(spec, stage, phase, (spec.groups - 1) * spec.steps + 1)
+        half = half + spec.groups
+        cute.arch.mbarrier_wait(bars.item_full + half // 2 % ITEM_SLOTS, half // 2 // ITEM_SLOTS & 1)
+        token = item[0, half // 2 % ITEM_SLOTS]

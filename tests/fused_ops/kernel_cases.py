@@ -5,6 +5,8 @@ tolerance. Given the kernel's own ``rstd`` and mean, everything else is compared
 it is, codes may differ where a last bit of ``rstd`` moves an element across a rounding boundary, and their number is bounded.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -161,6 +163,7 @@ def gemm(
     exact: bool = False,
     int64: bool = False,
     axes: tuple[int, ...] = (),
+    groups: int = 2,
     seed: int = 0,
 ) -> Case:
     """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN."""
@@ -188,6 +191,7 @@ def gemm(
                 return sm100.gemm_quantize(*left, *right, offsets, exponent, spec)
             hopper, reason = config.spec_of(*operands_, right.scales)
             assert hopper is not None and not reason, reason
+            hopper = replace(hopper, groups=groups, turns=groups == 2)
             return *sm90.gemm_quantize(left.payloads, left.scales, right.payloads, right.scales, offsets, exponent, hopper), (None, None)
 
     def verify(got: tuple[Tensor, Tensor, tuple]) -> None:
