@@ -14,9 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import scale_of_byte
+from lp_fa4.common.numbers import inline_ptx, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import finish, finish_split
 from lp_fa4.sm90.forward_producer import key_tiles
@@ -43,6 +44,12 @@ def issue(mma, accumulator, a, b):
         cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+def word_now(tensor) -> Float32:
+    """First word of a shared tensor, loaded now: what needs it stays behind the barrier before."""
+    text = "ld.volatile.shared.f32 $0, [$1];"
+    return Float32(inline_ptx(T.f32(), [Int32(tensor.iterator.toint())], text, "=f,r,~{memory}", side_effects=True))
 
 
 @cute.jit
@@ -172,7 +179,7 @@ def next_tile(spec: cutlass.Constexpr, t, s, bars, mma, c, tile: Int32, limits, 
     warpgroup.wait_group(0)
     cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
     release(bars.v_empty + vi)
-    exponentiate(spec, scores, c.codes, c.state, scale, exponents, (partial[0], t.zero))
+    exponentiate(spec, scores, c.codes, c.state, scale, exponents, (word_now(s.item[None, qi]), t.zero))
     if const_expr(spec.centred and masked):
         mask_codes(c.codes, c.column, limit0 - tile * KEY_TILE)
     add_partial(spec, c.total, partial, before)
