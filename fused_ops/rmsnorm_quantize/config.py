@@ -87,7 +87,8 @@ class NormSpec:
     def stages(self) -> int:
         """Groups of 32 rows in flight in the staged kernel, up to 3; 0 where it does not serve: swizzled scales, blocks of 128 tokens, and
         rows that leave no room for two."""
-        if self.block_tokens == 128 or self.sf_columns or self.sf_tokens or self.columns > 512 or self.columns % 32:
+        most = 512 if self.static else 384  # data-dependent blocks hold a group in 256 threads' registers: 48 values
+        if self.block_tokens == 128 or self.sf_columns or self.sf_tokens or self.columns > most or self.columns % 32:
             return 0
         group = 32 * self.columns * (4 if self.dtype == "float32" else 2)
         left = STAGED_BYTES - 2048 - 4 * (self.shared_words + 5 * self.columns)

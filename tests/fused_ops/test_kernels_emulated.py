@@ -47,7 +47,7 @@ PRODUCTS = {
 
 
 WEIGHTS = {
-    "pair, rotated": dict(heads=2, rows=64, columns=160, width=32),
+    "pair, rotated": dict(heads=2, rows=32, columns=160, width=32),
     "pair, a block of 128 columns": dict(heads=1, rows=32, columns=256, width=128, rotate=False, dtype="bfloat16"),
     "BF16": dict(heads=1, rows=64, columns=32, form="bf16"),
 }
