@@ -57,7 +57,7 @@ class Result:
         return [r for m in self.machines for r in m.reports]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def compiled(ptx: str, entry: str, fidelity: Any = None) -> Compiled:
     """Parse and generate once per program."""
     load_engines()
