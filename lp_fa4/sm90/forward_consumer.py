@@ -1,7 +1,7 @@
 """The forward's consumers: two warpgroups of 64 query rows, scores and softmax of tile n beside P V of tile n - 1.
 
-The order inside the loop: wait for K(n) and for the turn, issue Q K(n), add the partial O of tile n - 2, issue P(n-1) V(n-1), wait
-for the scores, maxima, wait for P V, pass the turn, exponentials and codes of P(n).
+The order inside the loop (measured best on an H200, README.md): wait for K(n) and for the turn, issue Q K(n), issue
+P(n-1) V(n-1), wait for the scores, maxima, wait for P V, pass the turn, exponentials and codes of P(n), add the partial O.
 
 Two levels of accumulation: FP8 wgmma keeps some 14 bits of its sums, so each key tile's P V starts from zero and is
 added to O in FP32; that addition is also where O is rescaled.
@@ -14,10 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import inline_ptx, scale_of_byte
+from lp_fa4.common.numbers import scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import finish, finish_split
 from lp_fa4.sm90.forward_producer import key_tiles
@@ -44,12 +43,6 @@ def issue(mma, accumulator, a, b):
         cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-def word_now(tensor) -> Float32:
-    """First word of a shared tensor, loaded now: what needs it stays behind the barrier before."""
-    text = "ld.volatile.shared.f32 $0, [$1];"
-    return Float32(inline_ptx(T.f32(), [Int32(tensor.iterator.toint())], text, "=f,r,~{memory}", side_effects=True))
 
 
 @cute.jit
@@ -155,13 +148,12 @@ def next_tile(spec: cutlass.Constexpr, t, s, bars, mma, c, tile: Int32, limits, 
     ki = ki + 1
     if ki == spec.stages:
         ki, kp = Int32(0), kp ^ 1
-    # wgmma's accumulators are in/out operands: scores are made anew, so that they are not live through the back edge
+    # wgmma's accumulators are in/out operands: made anew, so that they are not live through the back edge
     scores = cute.make_rmem_tensor(c.score_shape, Float32)
-    partial = c.partial
+    partial = cute.make_rmem_tensor(c.out_shape, Float32)
     cute.arch.mbarrier_wait(bars.k_full + ki, kp)
     cute.arch.barrier(barrier_id=TURN + c.wg, number_of_threads=256)
     issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
-    add_partial(spec, c.total, partial, c.pending)
     cute.arch.mbarrier_wait(bars.v_full + vi, vp)
     issue(mma.pv, partial, c.p, c.v[None, None, None, vi])
     scale, exponents = factors_of(spec, factor, s.exponents, ki)
@@ -173,15 +165,17 @@ def next_tile(spec: cutlass.Constexpr, t, s, bars, mma, c, tile: Int32, limits, 
             item = s.item[None, qi]
             limit0, limit1 = tile_limits(spec, item[2] + c.row, item[4], item[6])
         mask_scores(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
-    c.pending[0], c.pending[1] = c.state.alpha[0], c.state.alpha[1]
+    before = cute.make_rmem_tensor(2, Float32)
+    before[0], before[1] = c.state.alpha[0], c.state.alpha[1]
     for r in cutlass.range_constexpr(2):
         move_reference(spec, scores, c.state, scale, exponents, r)
     warpgroup.wait_group(0)
     cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
     release(bars.v_empty + vi)
-    exponentiate(spec, scores, c.codes, c.state, scale, exponents, (word_now(s.item[None, qi]), t.zero))
+    exponentiate(spec, scores, c.codes, c.state, scale, exponents, (partial[0], t.zero))
     if const_expr(spec.centred and masked):
         mask_codes(c.codes, c.column, limit0 - tile * KEY_TILE)
+    add_partial(spec, c.total, partial, before)
     return ki, kp
 
 
@@ -195,8 +189,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
     qk, pv = mma.qk.get_slice(wg * 128), mma.pv.get_slice(wg * 128)
     score_shape = mma.qk.partition_shape_C((QUERY_TILE, KEY_TILE))
     out_shape = mma.pv.partition_shape_C((QUERY_TILE, spec.head_dim))
-    total, last_partial = cute.make_rmem_tensor(out_shape, Float32), cute.make_rmem_tensor(out_shape, Float32)
-    pending = cute.make_rmem_tensor(2, Float32)
+    total = cute.make_rmem_tensor(out_shape, Float32)
     p_frag = mma.pv.make_fragment_A(mma.pv.partition_shape_A((QUERY_TILE, KEY_TILE)))
     c = Bundle(
         wg=wg,
@@ -208,8 +201,6 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         p=p_frag,
         codes=cute.recast_tensor(p_frag, Int32),
         total=total,
-        partial=last_partial,
-        pending=pending,
         state=RowState(),
         score_shape=score_shape,
         out_shape=out_shape,
@@ -225,8 +216,6 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         first, tiles, limit0, limit1, lowest, factor = start_item(spec, t, item, row_in_tile, wg)
         limits = (limit0, limit1, lowest)
         total.fill(0.0)
-        last_partial.fill(0.0)
-        pending.fill(1.0)
         if const_expr(spec.resumes):  # noqa: SIM102
             if item[7] > 0:
                 cute.arch.mbarrier_wait(bars.k_full + ki, kp)
@@ -255,14 +244,14 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         for tile in cutlass.range(whole, end, unroll=1):
             ki, kp = next_tile(spec, t, s, bars, mma, c, tile, limits, factor, (qi, ki, kp), True)
         cute.arch.mbarrier_wait(bars.v_full + ki, kp)
-        add_partial(spec, total, last_partial, pending)
-        issue(mma.pv, last_partial, c.p, c.v[None, None, None, ki])
+        partial = cute.make_rmem_tensor(out_shape, Float32)
+        issue(mma.pv, partial, c.p, c.v[None, None, None, ki])
         warpgroup.wait_group(0)
         release(bars.v_empty + ki)
         ki = ki + 1
         if ki == spec.stages:
             ki, kp = Int32(0), kp ^ 1
-        add_partial(spec, total, last_partial, c.state.alpha)
+        add_partial(spec, total, partial, c.state.alpha)
         if const_expr(spec.split_keys > 0):
             finish_split(spec, t, total, c.state, item, row_in_tile, c.column)
         else:
