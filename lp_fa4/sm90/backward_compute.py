@@ -325,7 +325,7 @@ def finish_one(spec, w, dK, x, dq_factor, now, target: Int64):
     out, out_phase, buffer, ds_phase = now[2:]
     dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
-    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
+    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], True)
     cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
     low, x, down = agree(w, x, buffer)
     accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
@@ -397,7 +397,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last, t
         accumulate(w.mma_q, dQ, w.ds[None, None, None, buffer], w.kt, True)
     if const_expr(kind != FIRST):
         cute.arch.mbarrier_wait(bars.t_full + last[0], last[1])
-        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[0]], False)
+        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[0]], kind == SECOND)
     if const_expr(kind == STEADY):
         warpgroup.wait_group(1)
         arrive(bars.ds_empty + buffer)

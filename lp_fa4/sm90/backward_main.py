@@ -327,7 +327,6 @@ class BackwardMain:
                         step_bytes = Int64(heads) * dq_bytes
                         dV = cute.make_rmem_tensor(w.gradient_shape, Float32)
                         dK = cute.make_rmem_tensor(w.gradient_shape, Float32)
-                        dK.fill(0.0)
                         cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                         dq_factor = segment_factors(w, stage, top)
                         keys = (fk, fv, dq_factor, w.k[None, None, None, kv], w.v[None, None, None, kv])

@@ -139,6 +139,7 @@ def encode_blocks(spec, w, acc, factor, which: cutlass.Constexpr, staging, scale
         top = float_of(cutlass.max(bits_of(pair[0][x]), bits_of(pair[1][x])))
         byte = byte_of_amax_bits(bits_of(top * factor))
         inverse = inverse_of_byte(byte) * factor  # a power of two times the factor: rounds once, as two products would
+        inverse = Float32(0.0) if bits_of(top) == 0 else inverse  # 2^127 times a large factor is infinite, times 0 NaN
         if lane == 0 and w.warp % 2 == 0 and left > 0:
             effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
         for j in cutlass.range_constexpr(4):
