@@ -57,9 +57,8 @@ def to_float(matrix: Weight) -> Tensor:
 def split_e4m3(weight: Tensor, block: tuple[int, int] = (32, 32)) -> tuple[MXTensor, MXTensor]:
     """``weight`` as E4M3 hi + lo under one scale: ``hi = MX(w)``, ``lo = E4M3((w - hi) / scale)``; 7 to 8 significant bits, like BF16.
 
-    Two accumulating FP8 products with it replace one BF16 product (numerics: "exact Wk"); with one scale tensor for both (the same object),
-    a kernel may add them up in one accumulator. What is left of an element is at most half its last place, 16 units of the scale, and is
-    kept to 2^-10 of a unit.
+    Two accumulating FP8 products with it replace one BF16 product (numerics: "exact Wk"). Both parts hold the same scale tensor. What is
+    left of an element is at most half its last place, 16 units of the scale, and is kept to 2^-10 of a unit.
     """
     hi = quantize_mx(weight, block)
     left = (weight.to(torch.float32) - hi.dequantize()) * expand_scale(inverse_scale(hi.scale_bytes), hi.shape, block, None, 0)

@@ -12,7 +12,7 @@ MAX_COLUMNS = 128
 """Output columns of a CTA: 64 accumulators a thread, next to two sets of partial sums."""
 SHARED_BYTES = 227 * 1024
 FIXED_BYTES = 24 * 1024
-"""Shared memory beside operands: codes on their way out (8 KiB a warpgroup, of two), factors, barriers, the alignment of the tiles."""
+"""Shared memory beside operands: codes on their way out (16 KiB), factors, barriers, the alignment of the tiles."""
 MIN_STAGES, MAX_STAGES = 4, 14
 ITEM_SLOTS = 4
 """Tiles whose places the loading warp may have written ahead."""
@@ -27,8 +27,7 @@ class GemmSpec:
     ``contracted``, ``columns``: K and N of ``x [T, K] @ w [N, K]^T``. ``form``: a key of ``FORMS``. ``x_tokens``, ``x_width``: the scale
     block of x, 0 tokens for static (0 columns: x has no scales). ``w_static``: one row of scales for all of w's rows, else one for 32.
     ``w_width``: K under one scale of w. ``block_tokens``, ``width``: block of the result. ``dense``: one sequence, no offsets.
-    ``turns``: the warpgroups multiply in turn, one's products beside the other's epilogue. ``one_scale``: both parts of w have the same
-    scales, so that their products add up together. ``groups``: computing warpgroups, 2, or 3 without turns.
+    ``turns``: the warpgroups multiply in turn, one's products beside the other's epilogue.
     """
 
     contracted: int
@@ -42,8 +41,6 @@ class GemmSpec:
     width: int
     dense: bool
     turns: bool = True
-    one_scale: bool = False
-    groups: int = 2
 
     @property
     def static(self) -> bool:
@@ -95,20 +92,10 @@ class GemmSpec:
         return 32 if self.static else self.width
 
     @property
-    def fixed_bytes(self) -> int:
-        """Shared memory beside operands."""
-        return FIXED_BYTES + 8192 * (self.groups - 2)
-
-    @property
-    def scale_parts(self) -> int:
-        """Sums of a chunk that have a factor of their own."""
-        return 1 if self.one_scale else self.parts
-
-    @property
     def column_tile(self) -> int:
         """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
         row = self.parts * self.steps * 128
-        most = min(MAX_COLUMNS, (SHARED_BYTES - self.fixed_bytes - MIN_STAGES * self.stage_bytes) // row) // self.unit * self.unit
+        most = min(MAX_COLUMNS, (SHARED_BYTES - FIXED_BYTES - MIN_STAGES * self.stage_bytes) // row) // self.unit * self.unit
         if most <= 0:
             return 0
         tiles, units = -(-self.columns // most), -(-self.columns // self.unit)
@@ -127,7 +114,7 @@ class GemmSpec:
     @property
     def stages(self) -> int:
         """Stages of x: what shared memory has left."""
-        return min(MAX_STAGES, (SHARED_BYTES - self.fixed_bytes - self.weight_bytes) // self.stage_bytes)
+        return min(MAX_STAGES, (SHARED_BYTES - FIXED_BYTES - self.weight_bytes) // self.stage_bytes)
 
     @property
     def x_blocks(self) -> int:
@@ -147,7 +134,7 @@ class GemmSpec:
     @property
     def w_table(self) -> int:
         """Factors of w in shared memory, whole vectors of four."""
-        return (self.column_tile // 32 * self.chunks * self.scale_parts + 3) // 4 * 4
+        return (self.column_tile // 32 * self.chunks * self.parts + 3) // 4 * 4
 
 
 def form_of(x: Sequence[Tensor], x_blocks: Sequence[int], w: Sequence[Tensor], w_blocks: Sequence[int]) -> tuple[str, str]:
@@ -170,19 +157,15 @@ def spec_of(
     w_blocks: Sequence[int],
     block: Sequence[int],
     dense: bool,
-    w_scale: Sequence[Tensor] = (),
 ) -> tuple[GemmSpec | None, str]:
-    """The Hopper kernel's compile key of a call on flattened operands, or None and why there is none. ``w_scale``: whether both parts of w
-    have one scale tensor is part of the key."""
+    """The Hopper kernel's compile key of a call on flattened operands, or None and why there is none."""
     form, reason = form_of(x, x_blocks, w, w_blocks)
     if reason:
         return None, reason
     x_block, w_block = ((x_blocks[0], x_blocks[1]), (w_blocks[0], w_blocks[1])) if form != "bf16" else ((0, 0), (0, 0))
-    shared = len(w_scale) == 2 and w_scale[0].data_ptr() == w_scale[1].data_ptr()
     spec = GemmSpec(
-        x[0].shape[1], w[0].shape[0], form, min(x_block[0], 32), x_block[1], w_block[0] == 0, w_block[1], block[0], block[1], dense,
-        one_scale=shared,
-    )  # fmt: skip
+        x[0].shape[1], w[0].shape[0], form, min(x_block[0], 32), x_block[1], w_block[0] == 0, w_block[1], block[0], block[1], dense
+    )
     return spec, unsupported(spec)
 
 
@@ -199,6 +182,8 @@ def unsupported(spec: GemmSpec) -> str:
         return f"block is {spec.width} columns wide; the kernel serves multiples of 32, up to {MAX_COLUMNS} unless exponents are given"
     if spec.column_tile == 0:
         return f"x has {spec.contracted} columns; weights of one block of {spec.unit} columns do not fit the shared memory"
+    if not spec.turns and spec.steps >= spec.stages:  # a turn also keeps a warpgroup from a stage that is two fillings ahead
+        return f"turns is off and a row of x has {spec.steps} stages; only fewer than the ring's {spec.stages} are told apart"
     return ""
 
 

@@ -14,7 +14,7 @@ from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inline_ptx, inverse
 from lp_fa4.common.sequence import GROUP
 
 MEET = 3
-"""First of four named barriers: one for the maxima of each warpgroup, one for those of two."""
+"""First of three named barriers: one for each warpgroup's maxima, one for both's."""
 
 
 def pick_bytes(a, b, selector):
@@ -49,7 +49,7 @@ def block_bytes(spec: cutlass.Constexpr, s, total: cute.Tensor, inside, wg: Int3
         cute.arch.barrier(barrier_id=MEET + wg, number_of_threads=128)
         first, count = warp // 2 * 2 + 4 * wg, 2
     else:
-        cute.arch.barrier(barrier_id=MEET + 3, number_of_threads=256)
+        cute.arch.barrier(barrier_id=MEET + 2, number_of_threads=256)
         first, count = Int32(0), 8
     for n in cutlass.range_constexpr(blocks):
         top = maxima[n, first, parity]

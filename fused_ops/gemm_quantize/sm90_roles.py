@@ -73,14 +73,10 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
                     stage = stage + 1
                     if stage == spec.stages:
                         stage, phase = Int32(0), phase ^ 1
-    for _ in cutlass.range_constexpr(2):  # the next half of a warpgroup may lie in either of two tiles
-        cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
-        with cute.arch.elect_one():
-            item[0, slot] = Int32(-1)
-            cute.arch.mbarrier_arrive(bars.item_full + slot)
-        slot = slot + 1
-        if slot == ITEM_SLOTS:
-            slot, slot_phase = Int32(0), slot_phase ^ 1
+    cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+    with cute.arch.elect_one():
+        item[0, slot] = Int32(-1)
+        cute.arch.mbarrier_arrive(bars.item_full + slot)
 
 
 @cute.jit
@@ -92,12 +88,12 @@ def fill_tables(spec: cutlass.Constexpr, t, s):
     w_factors, inverse = s.w_factors, s.inverse
     if const_expr(spec.scaled):
         for entry in cutlass.range(tid, spec.w_table, t.threads):
-            i = cutlass.min(entry, tile_blocks * spec.chunks * spec.scale_parts - 1)
+            i = cutlass.min(entry, tile_blocks * spec.chunks * spec.parts - 1)
             n, chunk = i % tile_blocks, i // tile_blocks % spec.chunks
             k = chunk * spec.chunk
             row = Int32(0) if const_expr(spec.w_static) else cutlass.min(t.column * tile_blocks + n, spec.columns // 32 - 1)
             byte = Int32(t.w_scale[0][row, k // spec.w_width])
-            if const_expr(spec.scale_parts == 2):  # noqa: SIM102 - one is decided at compile time
+            if const_expr(spec.parts == 2):  # noqa: SIM102 - one is decided at compile time
                 if i // (tile_blocks * spec.chunks) == 1:
                     byte = Int32(t.w_scale[1][row, k // spec.w_width])
             factor = scale_of_byte(byte)
@@ -119,18 +115,20 @@ def release(barrier):
 
 @cute.jit
 def issue(mma, accumulator, a, b, begin: cutlass.Constexpr, end: cutlass.Constexpr, resume: cutlass.Constexpr):
-    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage. The caller fences before and commits after."""
+    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage, as one wgmma group."""
+    warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, resume)
     for i in cutlass.range_constexpr(begin, end):
         cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
 
 
 @cute.jit
 def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, group: Int32, partial: cute.Tensor, total: cute.Tensor):
     """``total += partial * factor`` of unit ``unit``; the first one starts the total."""
-    k, part = unit // spec.scale_parts, unit % spec.scale_parts
+    k, part = unit // spec.parts, unit % spec.parts
     tile_blocks = spec.column_tile // 32
     w_factors, x_factors = s.w_factors, s.x_factors
     row_factor = Float32(1.0)
@@ -145,19 +143,16 @@ def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, gr
 
 
 @cute.jit
-def multiply_scaled(
-    spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, partials, group: Int32, slot: Int32, stage: Int32, phase: Int32
-):
+def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, partials, slot: Int32, stage: Int32, phase: Int32):
     """Products of a half tile, chunk by chunk and part by part. Returns the place of the last stage; the last unit's partial sums are still
     to be waited for and added."""
-    # A unit is one part of one chunk, or both where they have one scale; chunks do not cross stages.
+    # A unit is one part of one chunk; chunks do not cross stages.
     per_stage = spec.stage_columns // spec.chunk
     instructions = spec.chunk // 32
-    together = spec.parts // spec.scale_parts
-    units = spec.chunks * spec.scale_parts
+    units = spec.chunks * spec.parts
     previous = stage
     for u in cutlass.range_constexpr(units):
-        k, part = u // spec.scale_parts, u % spec.scale_parts
+        k, part = u // spec.parts, u % spec.parts
         within = k % per_stage
         if const_expr(within == 0 and part == 0):
             if const_expr(k > 0):
@@ -167,22 +162,13 @@ def multiply_scaled(
                     stage, phase = Int32(0), phase ^ 1
             cute.arch.mbarrier_wait(bars.full + stage, phase)
         last = min(within * instructions + instructions, -(-(spec.contracted - (k - within) * spec.chunk) // 32))
-        warpgroup.fence()
-        for p in cutlass.range_constexpr(together):
-            w = c.w[None, None, None, (k // per_stage) * spec.parts + part + p]
-            issue(c.mma, partials[u % len(partials)], c.x[None, None, None, stage], w, within * instructions, last, p > 0)
-        warpgroup.commit_group()
-        if const_expr(len(partials) == 1):
-            if const_expr(u < units - 1):  # the other warpgroups' products fill the time
-                warpgroup.wait_group(0)
-                if const_expr((u + 1) % (per_stage * spec.scale_parts) == 0):
-                    release(bars.empty + stage)
-                promote(spec, s, u, slot, group, partials[0], total)
-        elif const_expr(u > 0):
+        w = c.w[None, None, None, (k // per_stage) * spec.parts + part]
+        issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, False)
+        if const_expr(u > 0):
             warpgroup.wait_group(1)
             if const_expr(within == 0 and part == 0):
                 release(bars.empty + previous)
-            promote(spec, s, u - 1, slot, group, partials[(u - 1) % 2], total)
+            promote(spec, s, u - 1, slot, c.group, partials[(u - 1) % 2], total)
     return stage, phase
 
 
@@ -198,9 +184,7 @@ def multiply_plain(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: 
                 stage, phase = Int32(0), phase ^ 1
         cute.arch.mbarrier_wait(bars.full + stage, phase)
         last = min(4, -(-(spec.contracted - k * spec.stage_columns) // 16))
-        warpgroup.fence()
         issue(c.mma, total, c.x[None, None, None, stage], c.w[None, None, None, k], 0, last, k > 0)
-        warpgroup.commit_group()
         if const_expr(k > 0):
             warpgroup.wait_group(1)
             release(bars.empty + previous)
@@ -229,33 +213,32 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         x=view.make_fragment_A(view.partition_A(s.x)),
         w=view.make_fragment_B(view.partition_B(s.w)),
         shape=mma.partition_shape_C((HALF, spec.column_tile)),
+        group=2 * wg + cute.arch.make_warp_uniform(tid % 128 // 64),
         wg=wg,
     )
     if const_expr(spec.turns):  # noqa: SIM102 - one is decided at compile time
         if wg == 0:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-    half, parity = wg, Int32(0)
-    stage, phase = wg * spec.steps % spec.stages, wg * spec.steps // spec.stages & 1
+    slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
+    stage, phase = wg * (spec.steps % spec.stages), wg * (spec.steps // spec.stages % 2)
     cute.arch.mbarrier_wait(bars.w_full, 0)
-    cute.arch.mbarrier_wait(bars.item_full + half // 2 % ITEM_SLOTS, half // 2 // ITEM_SLOTS & 1)
-    token = item[0, half // 2 % ITEM_SLOTS]
+    cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+    token = item[0, slot]
     while token >= 0:
-        slot, side = half // 2 % ITEM_SLOTS, half % 2
-        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * side, item[4, slot] - 2 * side
-        at = Bundle(token=token + HALF * side, end=end, limit=limit, row=row, region=region)
-        group = 2 * side + cute.arch.make_warp_uniform(tid % 128 // 64)
+        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * wg, item[4, slot] - 2 * wg
+        at = Bundle(token=token + HALF * wg, end=end, limit=limit, row=row, region=region)
         total = cute.make_rmem_tensor(c.shape, Float32)
         if const_expr(spec.turns):
             cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
         if const_expr(spec.scaled):
-            partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(1 if spec.groups == 3 else 2)]
-            stage, phase = multiply_scaled(spec, s, bars, c, total, partials, group, slot, stage, phase)
+            partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(2)]
+            stage, phase = multiply_scaled(spec, s, bars, c, total, partials, slot, stage, phase)
             if const_expr(spec.turns):
                 cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
             release(bars.empty + stage)
-            last = spec.chunks * spec.scale_parts - 1
-            promote(spec, s, last, slot, group, partials[last % len(partials)], total)
+            last = spec.chunks * spec.parts - 1
+            promote(spec, s, last, slot, c.group, partials[last % 2], total)
         else:
             stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
             if const_expr(spec.turns):
@@ -265,7 +248,9 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         release(bars.item_empty + slot)
         finish(spec, t, s, at, total, wg, parity)
         parity = parity ^ 1
-        stage, phase = advance(spec, stage, phase, (spec.groups - 1) * spec.steps + 1)
-        half = half + spec.groups
-        cute.arch.mbarrier_wait(bars.item_full + half // 2 % ITEM_SLOTS, half // 2 // ITEM_SLOTS & 1)
-        token = item[0, half // 2 % ITEM_SLOTS]
+        stage, phase = advance(spec, stage, phase, spec.steps + 1)
+        slot = slot + 1
+        if slot == ITEM_SLOTS:
+            slot, slot_phase = Int32(0), slot_phase ^ 1
+        cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+        token = item[0, slot]

@@ -5,8 +5,6 @@ tolerance. Given the kernel's own ``rstd`` and mean, everything else is compared
 it is, codes may differ where a last bit of ``rstd`` moves an element across a rounding boundary, and their number is bounded.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -142,7 +140,7 @@ def operands(
         static[: static.shape[0] // 2] = 11
     left = quantize_mx(x, x_block, offsets, token_dim=0, exponent=static)
     parts = split_e4m3(w, w_block)
-    if seed % 2:  # scales of its own for what is left
+    if seed % 2:  # scales of its own for what hi leaves
         parts = (parts[0], quantize_mx(w - parts[0].dequantize(), w_block))
     return left, parts if form == "e4m3x2" else parts[0]
 
@@ -163,7 +161,6 @@ def gemm(
     exact: bool = False,
     int64: bool = False,
     axes: tuple[int, ...] = (),
-    groups: int = 2,
     seed: int = 0,
 ) -> Case:
     """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN."""
@@ -189,9 +186,8 @@ def gemm(
                 spec, reason = config.blackwell_spec_of(*operands_, axes)
                 assert spec is not None and not reason, reason
                 return sm100.gemm_quantize(*left, *right, offsets, exponent, spec)
-            hopper, reason = config.spec_of(*operands_, right.scales)
+            hopper, reason = config.spec_of(*operands_)
             assert hopper is not None and not reason, reason
-            hopper = replace(hopper, groups=groups, turns=groups == 2)
             return *sm90.gemm_quantize(left.payloads, left.scales, right.payloads, right.scales, offsets, exponent, hopper), (None, None)
 
     def verify(got: tuple[Tensor, Tensor, tuple]) -> None:
