@@ -17,6 +17,7 @@ COMMANDS = {
     "kernels": "time each kernel against its limit",
     "numerics": "signal-to-noise ratio of every output and gradient against FP64 and BF16",
     "train": "train one recommendation model in BF16 and in MXFP8 and compare normalized entropy",
+    "report": "write the tables of README.md anew from the committed records",
 }
 
 

@@ -1,0 +1,152 @@
+"""``python -m benchmarks report [FILE ...]``: the tables of Markdown pages, drawn from the committed records.
+
+A page marks a table with a line ``<!-- table NAME -->``; everything from there to ``<!-- end -->`` is written anew. ``--check`` writes
+nothing and exits with 1 if a page does not say what the records say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.config import UserError
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(?P<start><!-- table (?P<name>[\w-]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+
+SHAPES = {
+    "pma_4096_jagged": "PMA, up to 4,096 keys, jagged",
+    "pma4096j": "PMA, up to 4,096 keys, jagged",
+    "pma_4096": "PMA, 4,096 keys",
+    "pma4096u": "PMA, 4,096 keys",
+    "llm_8192": "4 × 8,192, 16 heads",
+    "llm": "4 × 8,192, 16 heads",
+    "llm_8192_causal": "4 × 8,192, 16 heads, causal",
+}
+RIVALS = {"flash_attn_4": "flash-attn-4 BF16", "cudnn_fp8": "cuDNN FP8"}
+
+
+def record(name: str) -> dict[str, Any]:
+    """The committed record ``benchmarks/results/NAME.json``."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def by_shape(results: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    """Each shape in the order of SHAPES, with its rows by variant. One that SHAPES does not name is a ValueError."""
+    order = list(SHAPES)
+    shapes = sorted({row["shape"] for row in results}, key=order.index)
+    return [(SHAPES[shape], {row["variant"]: row for row in results if row["shape"] == shape}) for shape in shapes]
+
+
+def source(name: str, found: dict[str, Any]) -> str:
+    environment = found["environment"]
+    return f"\n`{name}.json`, {environment['machine']['gpu']}, {environment['date'][:10]}, commit {environment['commit'][:7]}.\n"
+
+
+def module_table() -> str:
+    found, rows = record("h200/module_post"), []
+    for shape in found["results"]["shapes"]:
+        ms = {p: {part: shape[p]["ms"][part]["median"] for part in ("forward", "backward", "step")} for p in ("bf16", "mxfp8")}
+        peak = {p: shape[p]["memory_gib"]["peak"] for p in ms}
+        rows.append(
+            [f"{shape['keys']:,}, {shape['kind']}", f"{shape['tokens'] / 1e6:.2f} M"]
+            + [f"{ms['bf16'][part]:.1f} → {ms['mxfp8'][part]:.1f}" for part in ("forward", "backward", "step")]
+            + [f"{ms['bf16']['step'] / ms['mxfp8']['step']:.2f}×"]
+            + [f"{peak['bf16']:.1f} → {peak['mxfp8']:.1f} ({peak['mxfp8'] / peak['bf16']:.0%})"]
+        )
+    header = ["keys a sample", "events", "forward, ms", "backward, ms", "step, ms", "step", "peak memory, GiB"]
+    return markdown(header, rows) + source("h200/module_post", found)
+
+
+def forward_table() -> str:
+    found, rows = record("h200/forward"), []
+    for shape, at in by_shape(found["results"]):
+        rivals = [f"{at[name]['tflops']:.0f}, {at[name]['sustained_tflops']:.0f}" for name in RIVALS]
+        for variant, row in at.items():
+            if variant not in RIVALS:
+                ours = f"{row['tflops']:.0f}, {row['sustained_tflops']:.0f}"
+                rows.append([shape, variant.replace("lp_fa4 ", ""), ours, *rivals])
+    header = ["shape", "exponents", "this", *RIVALS.values()]
+    return markdown(header, rows) + source("h200/forward", found)
+
+
+def backward_table() -> str:
+    found, rows = record("h200/backward"), []
+    for shape, at in by_shape([row for row in found["results"] if "not in this package" not in row["variant"]]):
+        rival = at.pop("flash-attn-4 BF16")
+        for variant, row in at.items():
+            mark = "*" if "note" in row else ""
+            figures = [
+                f"{row['ms']:.2f}{mark}",
+                f"{row['tflops']:.0f}{mark}",
+                f"{rival['tflops']:.0f}",
+                f"{rival['ms'] / row['ms']:.2f}×{mark}",
+            ]
+            rows.append([shape, variant, *figures])
+    header = ["shape", "variant", "ms", "TFLOP/s", "flash-attn-4 BF16", "ratio"]
+    notes = "".join(f"\n\\* {note}\n" for note in dict.fromkeys(row["note"] for row in found["results"] if "note" in row))
+    return markdown(header, rows) + notes + source("h200/backward", found)
+
+
+def fused_table() -> str:
+    """Time of each fused operation and of every path beside it, in the order of the records."""
+    text = ""
+    for name in ("h200/producers", "h200/fused"):
+        found, rows = record(name), []
+        results = found["results"]
+        for work in dict.fromkeys(row["work"] for row in results):
+            at = [row for row in results if row["work"] == work]
+            for row in at:
+                rows.append([work if row is at[0] else "", row["variant"].strip(), f"{row['ms']:.2f}", f"{row['ms'] / at[0]['ms']:.2f}"])
+        text += markdown(["work", "variant", "ms", "times the first"], rows) + source(name, found) + "\n"
+    return text.rstrip("\n") + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "module": module_table,
+    "forward": forward_table,
+    "backward": backward_table,
+    "fused": fused_table,
+}
+
+
+def render(text: str) -> str:
+    """``text`` with every marked table drawn from the records. Raises UserError naming a table that does not exist."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise UserError(f"table {name!r}: allowed are {', '.join(TABLES)}")
+        return f"{match['start']}{TABLES[name]()}{match['end']}"
+
+    return BLOCK.sub(table, text)
+
+
+def main(argv: Sequence[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
+    check = "--check" in argv
+    stale = 0
+    for name in [a for a in argv if a != "--check"] or [str(ROOT / "README.md")]:
+        page = Path(name)
+        if not page.is_file():
+            raise UserError(f"{name}: cannot read the page: no such file")
+        text = page.read_text()
+        fresh = render(text)
+        if fresh == text:
+            continue
+        stale += 1
+        print(f"{name}: {'differs from the records' if check else 'written'}")
+        if not check:
+            page.write_text(fresh)
+    return int(check and stale > 0)
