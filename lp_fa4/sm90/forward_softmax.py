@@ -94,13 +94,15 @@ def first_mean(scores: cute.Tensor, scale, r: cutlass.Constexpr, keys: Int32):
     """Mean of the scaled scores of the first tile's keys (masked ones hold -inf and are left out); 0 of no key."""
     total = Float32(0.0)
     pairs = COLUMN_PAIRS // len(scale)
-    if keys >= KEY_TILE:
-        for g in cutlass.range_constexpr(len(scale)):
-            parts = [scores[c + 2 * r + 4 * g * pairs] for c in range(2)]
-            for j in cutlass.range_constexpr(1, pairs):
-                for c in cutlass.range_constexpr(2):
-                    parts[c] = parts[c] + scores[c + 2 * r + 4 * (g * pairs + j)]
-            total = total + (parts[0] + parts[1]) * scale[g]
+    whole = keys >= KEY_TILE
+    if const_expr(len(scale) > 1):  # a second version of this costs their loop registers
+        whole = False
+    if whole:
+        parts = [scores[c + 2 * r] for c in range(2)]
+        for j in cutlass.range_constexpr(1, COLUMN_PAIRS):
+            for c in cutlass.range_constexpr(2):
+                parts[c] = parts[c] + scores[c + 2 * r + 4 * j]
+        total = (parts[0] + parts[1]) * scale[0]
     else:
         for g in cutlass.range_constexpr(len(scale)):
             part = Float32(0.0)
