@@ -3,8 +3,8 @@
     python -m tests.sm90.backward_emulated '{"lengths": [100, 31], "queries": 70}' [SCHEDULE:SEED ...]
 
 Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
-``growth`` (dO times growth every 40 rows), ``cluster`` (true: two CTAs share query tiles whatever the lengths). Prints one JSON line a
-schedule: relative differences to the reference. A process of its own: the emulated architecture is fixed at import.
+``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths). Prints
+one JSON line a schedule: relative differences to the reference. A process of its own: the emulated architecture is fixed at import.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ def relative(ours, theirs) -> float:
 def main(text: str, schedules: list[str]) -> None:
     fields = json.loads(text)
     grads, deterministic, growth = fields.pop("grads", "bf16"), fields.pop("deterministic", False), fields.pop("growth", 1.0)
+    of_all = fields.pop("size", 1.0)
     cluster_keys = 0 if fields.pop("cluster", False) else None
     dq_dtype = getattr(torch, fields.pop("dq_dtype", "float32"))
     problems.DEVICE = torch.device("cpu")
@@ -38,7 +39,7 @@ def main(text: str, schedules: list[str]) -> None:
     p = case.make()
     p = dataclasses.replace(p, config=p.config.with_(grad_format=grads, dq_dtype=dq_dtype))
     result = reference.forward(p)
-    size = growth ** (torch.arange(p.rows) // 40).float()
+    size = of_all * growth ** (torch.arange(p.rows) // 40).float()
     dout = (torch.randn(p.rows, p.heads, p.head_dim, generator=torch.Generator().manual_seed(5)) * size[:, None, None]).bfloat16()
     theirs = reference.backward(p, result, dout)
 

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.emulator
 
 CASES = {
     "module, two heads": dict(lengths=[100, 0, 140], queries=70),
-    "jagged, MXFP8, slack": dict(lengths=[130, 5], queries=[3, 200], heads=1, kv_heads=1, shared=False, grads="mxfp8", slack=17),
+    "jagged, MXFP8, slack, zero blocks beside a huge dO": dict(
+        lengths=[130, 1], queries=[3, 200], heads=1, kv_heads=1, shared=False, grads="mxfp8", slack=17, size=1e9
+    ),
     "causal, square blocks": dict(lengths=[150, 40], queries=[150, 70], heads=1, kv_heads=1, shared=False, causal=True, block=[32, 32]),
     "grouped heads": dict(lengths=[130, 5], queries=70, heads=2, kv_heads=1, shared=False),
     "FP16 dQ, long": dict(lengths=[100], queries=600, heads=1, kv_heads=1, shared=False, block=[128, 128], dq_dtype="float16"),
