@@ -122,8 +122,8 @@ def training_calls(shape: Any, device: torch.device) -> dict[str, Callable[[], A
     offsets_k, longest = shape.offsets(device), max(shape.lengths())
 
     def ours() -> Tensor:
-        lengths = (offsets_q, offsets_k, shape.queries, longest)
-        out = flash_attn_varlen_func(*leaves, *lengths, causal=shape.causal, backend="sm90")
+        q, k, v = leaves
+        out = flash_attn_varlen_func(q, k, v, offsets_q, offsets_k, shape.queries, longest, causal=shape.causal, backend="sm90")
         assert isinstance(out, Tensor)
         return out
 
