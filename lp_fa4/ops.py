@@ -389,8 +389,20 @@ def flash_attention_forward(
     codes = [t for mx in (made.q, made.k, made.v) for t in (mx.codes, mx.scale_bytes)]
     keep = _keeps_centred(made.v_mean, cfg) or q.dtype != torch.bfloat16
     centred = result.centred_out if keep else q.new_empty(0)
-    out = result.out.to(q.dtype)
+    out = _rounded_out(result.out, q.dtype, v.dtype)
     return out, lse, centred, result.row_max, result.row_sum, *codes, *means  # type: ignore[return-value]
+
+
+def _rounded_out(out: Tensor, dtype: torch.dtype, v_dtype: torch.dtype) -> Tensor:
+    """A kernel's BF16 output in the dtype that is returned.
+
+    An average of FP16 values fits FP16, but BF16 and E4M3 may round one near the end, from 61,440 up, to 65,536, which does not: it becomes
+    the largest that there is, not inf. NaN stays. Of wider values an output past FP16 is past FP16.
+    """
+    if dtype == torch.float16 and v_dtype == torch.float16:
+        end = torch.finfo(torch.float16).max
+        out = out.to(torch.float32).clamp(-end, end)  # 65504 is no BF16 number
+    return out.to(dtype)
 
 
 def _row_sequences(offsets_q: Tensor, rows: int) -> Tensor:

@@ -136,12 +136,13 @@ def test_head_dimensions_that_cannot_be_served(dim):
         (dict(block_table=torch.zeros(2, 3)), NotImplementedError, r"block_table is a tensor of shape \[2, 3\]; only None"),
         (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q is -1"),
         (dict(cu_seqlens_k=torch.tensor([1, 40, 80])), ValueError, r"cu_seqlens_k\[0\] is 1; it must be 0"),
+        (dict(cu_seqlens_k=torch.tensor([0, 40, -(2**31)], dtype=torch.int32)), ValueError, r"cu_seqlens_k\[2\] is -2147483648, less than"),
         (dict(cu_seqlens_k=torch.tensor([0, 50, 40])), ValueError, r"cu_seqlens_k\[2\] is 40, less than cu_seqlens_k\[1\] = 50"),
         (dict(cu_seqlens_q=torch.tensor([0, 5, 11])), ValueError, r"cu_seqlens_q\[-1\] is 11; it must be at most the number of values, 10"),
     ],
 )
 def test_varlen_arguments(change, error, words):
-    """E6, and the value checks behind ``validate=True``."""
+    """E6, and the value checks behind ``validate=True``; D6: an int32 sum that has wrapped around is one of them."""
     q, k, v = (x.flatten(0, 1) for x in tensors())
     arguments = dict(cu_seqlens_q=offsets_of([5, 5]), cu_seqlens_k=offsets_of([40, 40]), max_seqlen_q=5, max_seqlen_k=40, validate=True)
     with pytest.raises(error, match=words):
@@ -403,6 +404,22 @@ def test_a_kernel_backend_is_called_through_its_hooks(monkeypatch):
 
 def test_explicit_reference_is_what_auto_takes_here():
     same_bits(flash_attn_func(*tensors(), backend="reference"), flash_attn_func(*tensors()))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("value", [65504.0, -65504.0, 64000.0, 61440.0])
+def test_values_at_the_end_of_fp16_stay_finite(value, causal):
+    """The average of such values is one of them; roundings to E4M3 and BF16 made it 65,536, which FP16 does not hold. Non-finite ones are
+    still seen, and so is an output of wider values that does not fit."""
+    q, k, v = (x.half() for x in tensors())
+    v = torch.full_like(v, value)
+    out = flash_attn_func(q, k, v, causal=causal)
+    assert out.dtype == torch.float16 and torch.isfinite(out).all()
+    assert (out.float() / value - 1).abs().max() <= 2**-4 + 2**-8  # half a step of E4M3, and of BF16
+    v[0, 3, 1, 2] = torch.inf
+    shown = flash_attn_func(q, k, v, causal=causal)
+    assert torch.isnan(shown[0, -1, 2:]).any() and torch.isfinite(shown[1]).all()
+    assert torch.isinf(flash_attn_func(q, k, torch.full_like(v, 1e6, dtype=torch.float32), causal=causal)).any()
 
 
 def test_softmax_scale():
