@@ -59,6 +59,21 @@ def test_non_finite_blocks_are_nan_with_zero_payload(bad):
         assert q.dequantize()[rows, columns].isfinite().all()
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_zero_block_among_others(zero):
+    """C1: no scale of 0/0, no byte of the neighbours changes, and the sign of a zero is no bit of a scale."""
+    x = torch.randn(96, 96)
+    clean = quantize_mx(x)
+    x[32:64, 32:64] = zero
+    q = quantize_mx(x)
+    assert q.scale_bytes[1, 1] == 0 and (q.codes[32:64, 32:64] & 0x7F).count_nonzero() == 0
+    assert (q.dequantize()[32:64, 32:64] == 0).all() and torch.isfinite(q.dequantize()).all()
+    kept = torch.ones(96, 96, dtype=torch.bool)
+    kept[32:64, 32:64] = False
+    assert torch.equal(q.codes[kept], clean.codes[kept]) and (q.scale_bytes == clean.scale_bytes).sum() == 8
+    assert quantize_mx(torch.full((64, 64), zero)).scale_bytes.count_nonzero() == 0
+
+
 def test_decode_all_256_bytes():
     got = decode_scale(torch.arange(256, dtype=torch.uint8))
     want = torch.tensor([2.0 ** (b - 127) for b in range(255)], dtype=torch.float64).to(torch.float32)

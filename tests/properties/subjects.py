@@ -22,8 +22,8 @@ COLUMNS, HEADS, DIM = 64, 2, 32
 
 @dataclass(frozen=True)
 class Sample:
-    """``length`` rows of ``seed``'s numbers, of size ``2**exponent``; ``change`` is ``""``, ``"nan"``, ``"inf"``, ``"zero"``, ``"constant"``
-    or ``"large"`` (times 1e4)."""
+    """``length`` rows of ``seed``'s numbers, of size ``2**exponent``; ``change`` is ``""``, ``"nan"``, ``"inf"``, ``"zero"``,
+    ``"constant"`` or ``"large"`` (times 1e4)."""
 
     length: int
     queries: int

@@ -43,8 +43,8 @@ def test_transpose_invariance(tokens, columns, lead, exponent, seed, bad):
 @tried
 @given(groups=st.integers(1, 9), blocks=st.integers(1, 9), seed=st.integers(0, 99))
 def test_swizzle_of_a_transpose(groups, blocks, seed):
-    """The buffer for one axis is that of the transpose for the other. (Whole blocks: a partial group of tokens fills its 32 rows of the MMA, a
-    partial block of columns only the rows that there are.)"""
+    """The buffer for one axis is that of the transpose for the other. (Whole blocks: a partial group of tokens fills its 32 rows of the
+    MMA, a partial block of columns only the rows that there are.)"""
     x = numbers(seed, 0, 32 * groups, 32 * blocks)
     for axis in (0, 1):
         same_bits(scatter_scales(quantize_mx(x), axis), scatter_scales(quantize_mx(x.t()), 1 - axis), f"axis {axis}")
