@@ -16,7 +16,7 @@ from lp_fa4 import ops
 from lp_fa4.config import DEFAULT, DROP_IN, AttentionConfig
 from lp_fa4.dispatch import is_supported
 from lp_fa4.mx import MXTensor, check_offsets
-from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients, check_head_dim
+from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients, check_head_dim, check_softmax_scale
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "is_supported", "mx_attention", "mx_attention_backward"]
 
@@ -269,6 +269,7 @@ def flash_attn_varlen_func(
 
 def _flash(q, k, v, offsets_q, offsets_k, softmax_scale, causal, deterministic, backend, config) -> tuple[Tensor, Tensor]:
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    check_softmax_scale(scale)
     config = DROP_IN if config is None else config
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     made = ops.flash_attention_forward(q, k, v, offsets_q, offsets_k, scale, causal, deterministic, config.key, backend, backward)

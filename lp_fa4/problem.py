@@ -53,6 +53,12 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim is {head_dim}; allowed are {', '.join(map(str, HEAD_DIMS))}")
 
 
+def check_softmax_scale(scale: float) -> None:
+    """Refuse a factor that is not finite: the maximum of a row of NaN scores would hide it."""
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"softmax_scale is {scale}; it must be finite")
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
     """Everything a forward needs.
@@ -109,6 +115,8 @@ class AttentionProblem:
                 raise ValueError(f"{name} has blocks {mx.block}; the width must be 32 or head_dim = {self.head_dim}")
         if self.softmax_scale is None:
             object.__setattr__(self, "softmax_scale", 1.0 / math.sqrt(self.head_dim))
+        else:
+            check_softmax_scale(self.softmax_scale)
         if self.offsets_k is None:
             object.__setattr__(self, "offsets_k", self.k.offsets if self.k.offsets is not None else self.v.offsets)
         if self.offsets_q is None and not self.shared_q:

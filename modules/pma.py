@@ -62,6 +62,8 @@ class PMA(nn.Module):
         for name, value in (("dim", dim), ("num_heads", num_heads), ("num_seeds", num_seeds)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not 0 <= eps < float("inf"):
+            raise ValueError(f"eps is {eps}; it must be at least 0 and finite")
         if dim % num_heads:
             raise ValueError(f"dim is {dim} and num_heads {num_heads}; num_heads must divide dim")
         if precision not in PRECISIONS:

@@ -113,8 +113,8 @@ def _check(x: Tensor, weight: Tensor, eps: float, offsets: Tensor | None, block:
         raise TypeError(f"weight has dtype {weight.dtype}; allowed are {', '.join(map(str, FLOATS))}")
     if weight.dim() != 1 or weight.shape[0] != columns:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [{columns}], the last axis of x")
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}; it must be at least 0")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps is {eps}; it must be at least 0 and finite")
     check_device(x.device, weight=weight)
     if offsets is not None:
         if x.dim() != 2:

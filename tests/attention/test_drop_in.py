@@ -89,6 +89,8 @@ def test_windows_that_mean_causal():
         (dict(softcap=30.0), NotImplementedError, "softcap is 30.0; only 0.0 is served"),
         (dict(window_size=(128, 0)), NotImplementedError, r"window_size is \(128, 0\)"),
         (dict(window_size=(-1, 5)), NotImplementedError, r"window_size is \(-1, 5\)"),
+        (dict(softmax_scale=float("nan")), ValueError, "softmax_scale is nan; it must be finite"),
+        (dict(softmax_scale=-float("inf")), ValueError, "softmax_scale is -inf"),
         (dict(alibi_slopes=torch.ones(4)), NotImplementedError, "alibi_slopes is given; only None is served"),
         (dict(backend="fast"), ValueError, "backend is 'fast'; allowed are 'auto', 'reference', 'sm90', 'sm100'"),
         (dict(backend="sm90"), ValueError, "backend='sm90' cannot serve this call: .*(CUDA|kernels)"),
@@ -310,6 +312,7 @@ def test_mx_attention_takes_missing_sums_from_the_payload():
         (dict(v_sum=torch.zeros(2, 2, 32).half()), ValueError, "v_sum is torch.float16"),
         (dict(q_mean=torch.zeros(2, 2, 32)), ValueError, "q_mean is"),
         (dict(mean_scores=torch.zeros(2, 70)), ValueError, "mean_scores is given but q_mean is None"),
+        (dict(softmax_scale=float("nan")), ValueError, "softmax_scale is nan; it must be finite"),
         (dict(offsets_k=torch.tensor([0, 80, 70]), validate=True), ValueError, r"offsets_k\[2\] is 70, less than"),
     ],
 )

@@ -227,6 +227,8 @@ def test_operator(tokens, center, dtype):
         (dict(weight=torch.ones(32)), r"weight has shape \[32\]; it must be \[64\]"),
         (dict(weight=torch.ones(64, dtype=torch.float64)), "weight has dtype torch.float64"),
         (dict(eps=-1.0), "eps is -1.0"),
+        (dict(eps=float("nan")), "eps is nan; it must be at least 0 and finite"),
+        (dict(eps=float("inf")), "eps is inf"),
         (dict(block=(16, 32)), r"block is \(16, 32\)"),
         (dict(block=(32, 48)), r"block is \(32, 48\) for 64 columns"),
         (dict(exponent=3), r"exponent is given but block is \(32, 32\)"),
