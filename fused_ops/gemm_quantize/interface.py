@@ -11,7 +11,7 @@ from fused_ops.gemm_quantize.config import blackwell_spec_of, spec_of
 from fused_ops.gemm_quantize.weights import bound_factor
 from fused_ops.operands import Matrix, Weight, check_device, check_matrix, flatten, unflatten
 from fused_ops.scale_layout.interface import scatter_scales_op, sf_shape
-from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
+from lp_fa4.mx import MXTensor, check_exponent, check_offsets, encode_scale, scale_rows
 from lp_fa4.operator import custom_op
 
 
@@ -100,6 +100,8 @@ def _checked(x: Matrix, w: Weight, block: tuple[int, int], offsets: Tensor | Non
         )
     if (block[0] == 0) != (exponent is not None):
         raise ValueError(f"block is {block} and exponent is {exponent}; a static block (0, D) takes an exponent, no other does")
+    if exponent is not None:
+        check_exponent(exponent, -(-columns // block[1]))
     return offsets
 
 

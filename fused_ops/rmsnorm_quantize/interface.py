@@ -12,7 +12,7 @@ from fused_ops.rmsnorm_quantize import reference
 from fused_ops.rmsnorm_quantize.config import unsupported
 from fused_ops.scale_layout.interface import sf_shape
 from fused_ops.scale_layout.reference import scatter_scales
-from lp_fa4.mx import MXTensor, check_offsets, encode_scale, scale_rows
+from lp_fa4.mx import MXTensor, check_exponent, check_offsets, encode_scale, scale_rows
 from lp_fa4.operator import custom_op
 from lp_fa4.sm90.operands import MXTensorWithCopy
 
@@ -135,6 +135,7 @@ def _exponent(weight: Tensor, block: tuple[int, int], exponent: int | Tensor | N
         raise ValueError(f"block is {block} for {weight.shape[0]} columns; a static block must divide them")
     if exponent is None:  # the operator takes the bound's
         return None
+    check_exponent(exponent, weight.shape[0] // block[1])
     return torch.as_tensor(exponent, device=weight.device)
 
 

@@ -19,6 +19,7 @@ from lp_fa4.mx.layout import (
 from lp_fa4.mx.quantize import (
     E4M3_MAX,
     cast_e4m3,
+    check_exponent,
     decode_scale,
     encode_scale,
     inverse_scale,
@@ -33,6 +34,7 @@ __all__ = [
     "MXTensor",
     "cast_e4m3",
     "cat",
+    "check_exponent",
     "check_offsets",
     "decode_scale",
     "encode_scale",

@@ -77,14 +77,25 @@ def _check_block(block: tuple[int, int], columns: int) -> None:
         )
 
 
-def static_bytes(exponent: int | Tensor, blocks: int, device: torch.device) -> Tensor:
-    """Scale bytes of a static tensor, uint8 ``[blocks]``, from an exponent or an integer tensor that expands to them."""
-    if isinstance(exponent, int):
+def check_exponent(exponent: int | Tensor, blocks: int) -> None:
+    """Refuse what is no static exponent of ``blocks`` column blocks. A tensor's values are not read: they are clamped to -127 to 127."""
+    if not isinstance(exponent, Tensor):
+        if not isinstance(exponent, int):
+            raise TypeError(f"exponent is {exponent}, a {type(exponent).__name__}; it must be an int or an integer tensor")
         if not -127 <= exponent <= 127:
             raise ValueError(f"exponent is {exponent}; allowed is -127 to 127")
-        return torch.full((blocks,), exponent + 127, dtype=torch.uint8, device=device)
+        return
     if exponent.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
         raise TypeError(f"exponent has dtype {exponent.dtype}; it must be an int or an integer tensor")
+    if exponent.dim() > 1 or (exponent.dim() == 1 and exponent.shape[0] not in (1, blocks)):
+        raise ValueError(f"exponent has shape {list(exponent.shape)}; it must be [] or [{blocks}], one for each column block")
+
+
+def static_bytes(exponent: int | Tensor, blocks: int, device: torch.device) -> Tensor:
+    """Scale bytes of a static tensor, uint8 ``[blocks]``, from an exponent or an integer tensor that expands to them."""
+    check_exponent(exponent, blocks)
+    if isinstance(exponent, int):
+        return torch.full((blocks,), exponent + 127, dtype=torch.uint8, device=device)
     return (exponent.to(torch.int32).expand(blocks) + 127).clamp(0, 254).to(torch.uint8)
 
 

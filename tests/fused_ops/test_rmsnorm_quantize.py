@@ -231,6 +231,8 @@ def test_operator(tokens, center, dtype):
         (dict(eps=float("inf")), "eps is inf"),
         (dict(block=(16, 32)), r"block is \(16, 32\)"),
         (dict(block=(32, 48)), r"block is \(32, 48\) for 64 columns"),
+        (dict(block=(0, 32), exponent=-200), "exponent is -200; allowed is -127 to 127"),
+        (dict(block=(0, 32), exponent=torch.tensor([1, 2, 3])), r"exponent has shape \[3\]; it must be \[\] or \[2\]"),
         (dict(exponent=3), r"exponent is given but block is \(32, 32\)"),
         (dict(offsets=torch.tensor([0.0, 4.0])), "offsets has dtype torch.float32"),
         (dict(offsets=torch.tensor([[0, 4]])), "offsets has shape"),
