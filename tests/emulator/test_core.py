@@ -421,3 +421,62 @@ def test_distributed_shared_memory_needs_a_cluster_barrier(schedule):
     assert out.tolist() == [1, 0]
     with pytest.raises(RaceError):
         run(CLUSTER.format(sync=""), out, grid=2, cluster=2, shared=64, check=True, schedule=schedule)
+
+
+# --- a CTA's exit ----------------------------------------------------------------------------------------------------------
+IN_USE = "CTA exits while its shared memory or barriers are in use"
+
+REMOTE = """
+mov.u32 %r8, %cluster_ctarank;
+setp.ne.u32 %p0, %r0, 0;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [%r1], 1;
+READY:
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+setp.eq.u32 %p2, %r8, 0;
+@%p2 bra FIRST;
+@%p0 bra DONE;
+mapa.shared::cluster.u32 %r10, %r1, 0;
+{touch}
+bra DONE;
+FIRST:
+{wait}
+DONE:
+"""
+REMOTE_TOUCHES = {
+    "arrival": "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r10];",
+    "write": "st.shared::cluster.b32 [%r10+64], 1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r10];",
+    "write after the arrival": "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r10];\nst.shared::cluster.b32 [%r10+64], 1;",
+}
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+@pytest.mark.parametrize("touch", REMOTE_TOUCHES)
+def test_a_cta_stays_until_others_are_done_with_it(touch, schedule):
+    def go(wait):
+        body = REMOTE.format(touch=REMOTE_TOUCHES[touch], wait=wait)
+        run(body, grid=2, cluster=2, shared=128, check=True, schedule=schedule)
+
+    with pytest.raises(RaceError, match=rf"{IN_USE} at CTA \(0, 0, 0\)"):
+        go("")
+    if touch == "write after the arrival":
+        with pytest.raises(RaceError, match=rf"{IN_USE}[^$]*st\.shared::cluster"):
+            go(WAIT)
+    else:
+        go(WAIT)
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_a_cta_stays_until_its_own_loads_are_over(schedule):
+    x = torch.arange(32, dtype=torch.int32)
+    load = LOAD[: LOAD.index("shl.b32")]
+    run(load.format(wait=WAIT), x, block=64, shared=2048, check=True, schedule=schedule)
+    with pytest.raises(RaceError, match=rf"{IN_USE}[^$]*cp\.async\.bulk\.shared"):
+        run(load.format(wait=""), x, block=64, shared=2048, check=True, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_an_arrival_of_the_ctas_own_warp_needs_nobody_to_wait_for_it(schedule):
+    body = "setp.ne.u32 %p0, %r0, 0;\n@%p0 bra READY;\nmbarrier.init.shared.b64 [%r1], 64;\nREADY:\nbar.sync 0;\n"
+    run(body + "mbarrier.arrive.shared.b64 _, [%r1];", block=64, shared=64, check=True, schedule=schedule)
