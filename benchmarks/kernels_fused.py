@@ -8,7 +8,6 @@ Table and protocol are those of ``benchmarks.kernels_producers``. What it replac
 less than a product and a sum), Quack's RMSNorm backward or a compiled one, and ``dk^T @ xn`` by cuBLAS. Its dK, dV and xn are BF16 already.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -16,8 +15,7 @@ from functools import lru_cache, partial
 import torch
 
 from benchmarks import kernels_producers
-from benchmarks.harness import say, write_record
-from benchmarks.kernels_producers import COPY, HEAD_DIM, Work, copy_of, events, rows_of, table
+from benchmarks.kernels_producers import COPY, HEAD_DIM, Work, copy_of, events, rows_of
 from lp_fa4.mx import MXTensor, scale_rows
 
 
@@ -155,23 +153,7 @@ def run_works(names: Sequence[str], rounds: int, device: torch.device) -> Iterat
 
 def main(arguments: list[str]) -> int:
     """Command line; see the module's text."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels_fused", description=__doc__)
-    parser.add_argument("works", nargs="*", metavar="WORK", help=", ".join(WORKS))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", default=None)
-    options = parser.parse_args(arguments)
-    names = options.works or list(WORKS)
-    unknown = [name for name in names if name not in WORKS]
-    if unknown:
-        parser.error(f"{unknown} unknown; known are {', '.join(WORKS)}")
-    device, rows = torch.device("cuda", 0), []
-    for made in measure(names, options.rounds, device):
-        rows += made
-        say(f"{made[0]['work']}: {made[0]['ms']:.3f} ms")
-        if options.out:
-            write_record(options.out, "kernels_fused", {"works": names, "rounds": options.rounds}, rows, device)
-    print(table(rows))
-    return 0
+    return kernels_producers.command("kernels_fused", __doc__, WORKS, measure, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ its kind must agree with the definition: no figure is printed for a kernel that 
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -230,25 +230,30 @@ def table(rows: list[dict]) -> str:
     return format_table(("work", "variant", "ms", "TB/s", "TFLOP/s", "of copy", "time over ours"), map(cells, rows))
 
 
-def main(arguments: list[str]) -> int:
-    """Command line; see the module's text."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels_producers", description=__doc__)
-    parser.add_argument("works", nargs="*", metavar="WORK", help=", ".join(WORKS))
+def command(name: str, text: str | None, works: Collection[str], measure: Callable[..., Iterator[list[dict]]], arguments: list[str]) -> int:
+    """The command line of a table of works: ``[WORK ...] [--rounds N] [--out FILE]``; ``measure`` yields their rows."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
+    parser.add_argument("works", nargs="*", metavar="WORK", help=", ".join(works))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", default=None)
     options = parser.parse_args(arguments)
-    names = options.works or list(WORKS)
-    unknown = [name for name in names if name not in WORKS]
+    names = options.works or list(works)
+    unknown = [work for work in names if work not in works]
     if unknown:
-        parser.error(f"{unknown} unknown; known are {', '.join(WORKS)}")
+        parser.error(f"{unknown} unknown; known are {', '.join(works)}")
     device, rows = torch.device("cuda", 0), []
     for made in measure(names, options.rounds, device):
         rows += made
         say(f"{made[0]['work']}: {made[0]['ms']:.3f} ms")
         if options.out:
-            write_record(options.out, "kernels_producers", {"works": names, "rounds": options.rounds}, rows, device)
+            write_record(options.out, name, {"works": names, "rounds": options.rounds}, rows, device)
     print(table(rows))
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Command line; see the module's text."""
+    return command("kernels_producers", __doc__, WORKS, measure, arguments)
 
 
 if __name__ == "__main__":
