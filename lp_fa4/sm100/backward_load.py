@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 from lp_fa4.sm100.atoms import SF_BYTES, load_scales
 from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_work import effect, fetch, item_count, key_tile, query_step
-from lp_fa4.sm100.sync import arrive, wait
+from lp_fa4.sm100.sync import arrive, drain, wait
 
 
 @cute.jit
@@ -36,6 +36,9 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
                 turn += item.steps
                 tiles += 1
         index += step
+    drain(bars + kernel.barriers.kv_empty, tiles, 2)
+    drain(bars + kernel.barriers.q_empty, turn, stages)
+    drain(bars + kernel.barriers.do_empty, turn, stages)
 
 
 @cute.jit

@@ -17,7 +17,7 @@ from lp_fa4.sm100.backward_atoms import BLOCKS, product
 from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_plan import DS_ATOMS_K, DS_ATOMS_Q
 from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step
-from lp_fa4.sm100.sync import commit, tensor_fence, wait, wait_tensor
+from lp_fa4.sm100.sync import commit, tensor_fence, wait_tensor
 
 
 @cute.jit
@@ -84,9 +84,6 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
                 commit(bars + bar.kv_empty + buffer)
                 tiles += 1
         index += step
-    if tiles > 0:
-        # the last arrival of the tensor core must find this CTA's barriers alive
-        wait(bars + bar.kv_empty + (tiles - 1 & 1), tiles - 1 >> 1 & 1)
 
 
 def await_warps(barrier, phase):

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm100.atoms import F8, SF_BYTES, load_scales
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
-from lp_fa4.sm100.sync import ring_place, wait
+from lp_fa4.sm100.sync import drain, ring_place, wait
 from lp_fa4.sm100.work import NONE, fetch, hand_on, receive_item, request_item, same_queries, scale_tile
 
 
@@ -81,6 +81,9 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
             turn += 1
         else:
             index += step
+    drain(bars + bar.q_empty, done, 2)
+    drain(bars + bar.k_empty, base, stages)
+    drain(bars + bar.v_empty, base, stages)
 
 
 @cute.jit

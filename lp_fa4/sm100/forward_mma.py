@@ -103,9 +103,6 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
         held += fresh if has_next else Int32(0)
         index = following
         turn += 1
-    if base > 0:
-        # the last arrival of the tensor core must find this CTA's barriers alive
-        wait(bars + bar.q_empty + (held & 1), (held >> 1) & 1)
 
 
 def wait_s_read(barrier, phase):

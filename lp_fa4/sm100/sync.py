@@ -4,6 +4,7 @@ Work on tensor memory (``tcgen05.mma``, ``.cp``, ``.ld``, ``.st``) that two thre
 ``tcgen05.fence::before_thread_sync`` before the arrival and ``::after_thread_sync`` after the wait (PTX ISA, tcgen05 memory consistency).
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import tcgen05
@@ -64,3 +65,13 @@ def commit(barrier):
     """Arrive when every tensor-core operation issued so far by this thread is done."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier, None, tcgen05.CtaGroup.ONE)
+
+
+@cute.jit
+def drain(barriers, count, stages: cutlass.Constexpr):
+    """Wait until all buffers of a ring used ``count`` times are free again, each on its own barrier (commits on two barriers arrive in
+    any order): a producer's last act, so that the tensor core's last arrivals find this CTA's barriers alive."""
+    for i in cutlass.range_constexpr(stages):
+        use = count - 1 - i
+        if use >= 0:
+            wait(barriers + use % stages, use // stages & 1)
