@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as helpers
 import cutlass.utils.blockscaled_layout as scaled
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE, ForwardSpec
@@ -154,6 +154,23 @@ def load_scales(source, tile, head, target, stage, barrier):
     there = cute.make_tensor((target.iterator + stage * SF_BYTES).align(16), cute.make_layout(SF_BYTES))
     with cute.arch.elect_one():
         cute.copy(atom, cute.make_tensor(start, cute.make_layout(SF_BYTES)), there, mbar_ptr=barrier)
+
+
+@cute.jit
+def clear_block(tile, stage, rows, dim: cutlass.Constexpr):
+    """Write zeros to rows ``rows`` to the end of their block of 32, in one stage of a payload tile (rows of ``dim`` bytes one after
+    another, each swizzled in itself); the tensor core may read them afterwards. Called by one warp, once the tile has landed.
+
+    These rows are another sequence's, or nobody's. They meet a 0, but a code of NaN times 0 is NaN.
+    """
+    base = tile.iterator.toint() + stage * (KEY_TILE * dim)
+    zeros = cute.make_rmem_tensor(4, Int32)
+    zeros.fill(0)
+    for at in cutlass.range(rows * dim + 16 * cute.arch.lane_idx(), (rows + 31 & -32) * dim, 512, unroll=1):
+        there = cute.make_ptr(Int32, base + at, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(zeros, cute.make_tensor(there, cute.make_layout(4)))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
 
 
 @cute.jit

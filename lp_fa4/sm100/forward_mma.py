@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from lp_fa4.sm100.atoms import copy_scales, multiply
+from lp_fa4.sm100.atoms import clear_block, copy_scales, multiply
 from lp_fa4.sm100.config import KEY_TILE
 from lp_fa4.sm100.sync import commit, ring_place, tensor_fence, wait, wait_tensor
 from lp_fa4.sm100.tmem_plan import prologue_columns
@@ -56,13 +56,16 @@ def mma_role(kernel: cutlass.Constexpr, args, shared, bars, tmem):
             stage, phase = ring_place(base + n, stages)
             k_stage, k_phase = ring_place(base + n + 1, stages)
             wait_tensor(bars + bar.v_full + stage, phase)
+            left = item.keys - n * KEY_TILE
+            if left < KEY_TILE and left & 31 > 0:  # while softmax still makes P
+                clear_block(shared.v, stage, left, spec.head_dim)
             for i in cutlass.range_constexpr(2):
                 mine = base0 if i == 0 else base1
                 steps = item_steps(item, i)
                 if n < steps:
                     wait_tensor(bars + bar.p_ready + i, (mine + n) & 1)
                     wait_tensor(bars + bar.o_ready + i, (mine + n) & 1 ^ 1)
-                    output(kernel, shared, bars, tmem, i, stage, n, item.keys - n * KEY_TILE)
+                    output(kernel, shared, bars, tmem, i, stage, n, left)
                     if n == steps - 1:
                         commit(bars + bar.o_full + i)
                 if const_expr(i == 0):

@@ -29,6 +29,8 @@ CONFIGS = {
     "post": AttentionConfig.post(save_out_dtype=torch.float32),
     "bf16": AttentionConfig(),
 }
+NAN_CODE = 0x7F
+"""E4M3's NaN."""
 
 
 def offsets(lengths: list[int]) -> torch.Tensor:
@@ -52,13 +54,15 @@ def problem(
     capacity: int = 0,
     zeros: bool = False,
     nan: bool = False,
+    raw: bool = False,
     config: str = "default",
     changes: dict | None = None,
     seed: int = 0,
 ) -> AttentionProblem:
     """Random operands. ``queries``: rows per sequence (jagged), or ``shared`` rows for all. ``capacity``: rows of k and v past the last
     sequence. ``sharpness``: standard deviation of the scores, about. ``zeros``: V's first block is 0 and its third smaller by 2^20.
-    ``nan``: the second sequence's first block of V (columns 32 to 63) is NaN, as quantization leaves it: byte 255, payload 0.
+    ``nan``: the second sequence's first block of V (columns 32 to 63) is NaN, as quantization leaves it: byte 255, payload 0. ``raw``: as
+    nobody's quantization leaves it: payload NaN under an ordinary scale. Payloads past the last sequence are NaN in every problem.
     ``config``: a key of ``CONFIGS``, with fields ``changes``."""
     cfg = CONFIGS[config].with_(**changes or {})
     generator = torch.Generator().manual_seed(seed)
@@ -82,6 +86,10 @@ def problem(
         first = int(ok[1])
         v.codes[first : first + 32, :, 32:64] = 0
         v.scale_bytes[first // 32 + 1, :, 1] = 255
+    if raw:
+        v.codes[int(ok[1]) : int(ok[1]) + 32, :, 32:64] = NAN_CODE
+    k.codes[int(ok[-1]) :] = NAN_CODE
+    v.codes[int(ok[-1]) :] = NAN_CODE
     sums = None
     if cfg.center_p and not causal:
         values = v.dequantize()

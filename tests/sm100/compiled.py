@@ -66,7 +66,8 @@ def steady_state(sass: str) -> dict[str, int]:
     """Issue slots of one turn of the two loops over key tiles, as ``softmax`` (one Q tile, no mask) and ``mma`` (two Q tiles).
 
     A loop is a backward branch and what lies before it. Where a forward branch skips to the block after an unconditional one (if and else),
-    the second block is left out: it is the first key tile's, or a partial one's. Spins lie outside the loops.
+    the second block is left out: it is the first key tile's, or a partial one's. So is a block with a MEMBAR that a branch skips: it clears
+    rows of a partial tile. Spins lie outside the loops.
     """
     code = [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)]
     index = {at: i for i, (at, _) in enumerate(code)}
@@ -89,6 +90,8 @@ def steady_state(sass: str) -> dict[str, int]:
                 join = target(code[other - 1][1]) if code[other - 1][1].startswith("BRA 0x") else -1
                 if other < join <= last:
                     skipped |= set(range(other, join))
+                if any(text == "MEMBAR.ALL.CTA" for _, text in code[i + 1 : other]):
+                    skipped |= set(range(i + 1, other))
         found[role] = last - first - len(skipped)
     return found
 

@@ -1,7 +1,8 @@
 """Planted faults of the scheme "scales in dead scores": ``python -m tests.sm100.faults [--all] [--drawn]``, in a process of its own.
 
-On the compiled kernel, one at a time: either new wait is deleted, every scale region is moved by whole tiles onto an accumulator that is
-alive. Each must be seen (a race report, an error, or a wrong result) under some schedule; the unplanted kernel must be clean under all.
+On the compiled kernel, one at a time: either new wait is deleted, or the fence behind cleared rows of V; every scale region is moved by
+whole tiles onto an accumulator that is alive. Each must be seen (a race report, an error, or a wrong result) under some schedule; the
+unplanted kernel must be clean under all.
 ``--all``: every wait, fence and region of the kernel, and for each that is missed, what else orders the same. ``--drawn``: the kernel whose
 CTAs draw their items (Cluster Launch Control). ``--part 3/8``: sites 3, 11, 19, ...; ``--merge FILE...``: one document of all parts' files.
 One JSON line per fault.
@@ -47,9 +48,12 @@ class Planted(Campaign):
 
 
 def chosen(site: Site) -> bool:
-    """The two new waits (the only mbarrier waits written in the MMA role itself) and the scale regions (see :class:`Planted`)."""
+    """The two new waits (the only mbarrier waits written in the MMA role itself), the proxy fence after rows of V were cleared, and the
+    scale regions (see :class:`Planted`)."""
     if site.kind == "mbarrier wait":
         return "forward_mma.py" in site.where
+    if site.kind == "proxy fence":
+        return "atoms.py" in site.where
     if site.region is None or site.region[0] != "sf":
         return False
     return not PLAN["O0"].start <= site.region[1] < PLAN["O0"].end

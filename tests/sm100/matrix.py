@@ -19,7 +19,7 @@ KEYS = [0, 1, 31, 33, 127, 128, 129, 300, 700]
 TOKEN = ((32, 128), (32, 128), (32, 128))
 OUTSIDE = {"operand_scales": "outside"}
 MODES: dict[str, tuple[dict, dict]] = {
-    "shared": ({"mean": True}, {}),
+    "shared": ({"mean": True, "capacity": 40}, {}),
     "dense": ({"dense": True}, {}),
     "gqa": ({"dense": True, "heads": 2, "kv_heads": 1}, {}),
     "causal": ({"dense": True, "causal": True}, {}),

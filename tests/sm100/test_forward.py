@@ -50,6 +50,13 @@ def test_nan_stays_in_its_sequence(blackwell):
     check(blackwell, {**MODULE, "keys": [33, 40, 70], "nan": True}, 1)
 
 
+@pytest.mark.parametrize("variant", [{}, {"dim": 64}])
+def test_payload_of_others_is_never_multiplied(blackwell, variant):
+    """NaN codes under ordinary scales, where no quantization leaves them: in the next sequence and past the last one. Zero probabilities
+    do not silence them."""
+    check(blackwell, {**MODULE, "keys": [33, 40, 70], "raw": True, "capacity": 60, **variant}, 1)
+
+
 def test_jagged_queries_causal_gqa(blackwell):
     """Jagged queries, more queries than keys (rows that see nothing), two query heads per key head, the conventional preset."""
     lengths = {"keys": [300, 31, 1, 0], "queries": [300, 130, 5, 40]}
