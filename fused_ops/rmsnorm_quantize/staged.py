@@ -409,9 +409,10 @@ class StagedNorm:
             cute.autovec_copy(words, cute.make_tensor(pair, cute.make_layout(2)))
 
     def code_word(self, row, chunk):
-        """First word of a row's 16-byte chunk of codes: chunks are exchanged by run of 16 rows, so that runs lie in other banks."""
-        runs = self.spec.copied_rows // 16
-        return row * (self.spec.columns // 4) + 4 * (chunk ^ (2 * (row // 16 % runs)))
+        """First word of a row's 16-byte chunk of codes: chunks are exchanged by run of 16 rows, so that runs lie in other banks. Within
+        eights, or within fours where a row has no whole eights (it has whole fours: heads are 64 or 128 columns)."""
+        runs, span = self.spec.copied_rows // 16, 8 if self.spec.columns % 128 == 0 else 4
+        return row * (self.spec.columns // 4) + 4 * (chunk ^ (max(span // runs, 1) * (row // 16 % min(runs, span))))
 
     @cute.jit
     def store_copy(self, io, s, at, half: Int32, side: Int32):

@@ -18,6 +18,9 @@ NORMS = {
     "with the copy, tokens innermost": dict(
         lengths=[0, 1, 33, 0, 140], columns=128, block=[0, 64], center=True, copy_heads=2, capacity=70, bound=True
     ),
+    "a copy of 192 columns: no whole eights of chunks": dict(
+        lengths=[129, 5], columns=192, block=[0, 64], center=True, copy_heads=3, capacity=7, bound=True
+    ),
     "one head's copy, token blocks": dict(lengths=None, shape=[141], columns=128, block=[32, 128], copy_heads=1),
     "square, centred, both atoms": dict(lengths=LENGTHS, columns=96, center=True, axes=[0, 1], capacity=37, int64=True, bad=[1, 3, 60]),
     "token blocks over two slabs": dict(lengths=[31, 129], columns=192, block=[32, 192], dtype="float16", weight_dtype="bfloat16"),
