@@ -266,6 +266,17 @@ def run_backward(
     return backend.backward(p, result, dout, deterministic=deterministic, dlse=dlse.to(torch.float32).contiguous())
 
 
+def run_prepass(name: str, p: AttentionProblem, result: ForwardResult, dout: Tensor) -> list[Tensor]:
+    """First half of a backward that comes in halves."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return dispatch.module(name).prepare_backward(p, result, dout.to(torch.bfloat16).contiguous(), deterministic=deterministic)
+
+
+def finish_backward(name: str, p: AttentionProblem, prepared: list[Tensor]) -> Gradients:
+    """Second half of a backward that comes in halves."""
+    return dispatch.module(name).finish_backward(p, prepared, deterministic=torch.are_deterministic_algorithms_enabled())
+
+
 def _plain(x: MXTensor | Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(x, Tensor):
         return x, x.new_empty(0, dtype=torch.uint8)

@@ -50,7 +50,7 @@ def _backward_inputs(a: Mapping[str, Any]) -> Iterator[Seen]:
 def _backward(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> Iterator[Seen]:
     dq, dk, dk_scale, dv, dv_scale, dv_mean = result
     offsets, saved, w_v = a["offsets"], a["saved"], a["w_v"]
-    q_codes, q_scale, q_mean, _, k_codes, k_scale, xn_codes, xn_scale, v_codes, v_scale, _, mean = saved[3:15]
+    q_codes, q_scale, q_mean, _, k_codes, k_scale, xn_codes, xn_scale, v_codes, v_scale, _, mean = saved[:12]
     _, heads, head_dim = q_codes.shape
     opts = _settle(a["dout"].device, head_dim, a["numerics"], a["backend"])[1]
     block, grad_block = opts.block(head_dim), opts.attention.grad_block
@@ -73,6 +73,11 @@ def _backward(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> I
     rest = None if truth[2] is None else truth[2].flatten(1) - spread(dv_mean, offsets, dv.shape[0])
     yield from named([mx(dv, dv_scale, offsets, grad_block[0])], "dv", keys, shadow=rest)
     yield from named([dv_mean], "dv_mean", _samples(offsets))
+
+
+def _prepass(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> Iterator[Seen]:
+    """Images and statistics in a kernel's own layout, of which a row without keys is infinite: their use is seen in what follows."""
+    return iter(())
 
 
 def _nothing(_: Mapping[str, Any]) -> Iterator[Seen]:
@@ -124,6 +129,7 @@ def _plain_backward(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool
 
 
 describe("modules::pma_attention", _inputs, _forward)
+describe("modules::pma_attention_prepass", _backward_inputs, _prepass)
 describe("modules::pma_attention_backward", _backward_inputs, _backward)
 describe("modules::pma_weight_gradients", _nothing, _weights)
 describe("modules::pma_input_gradients", _nothing, _events)

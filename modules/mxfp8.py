@@ -2,8 +2,9 @@
 
 ``modules::pma_attention`` is the whole forward as ONE operator with a registered gradient: norm + quantize, key projection + quantize,
 attention. What it keeps for the backward is FP8 (and a few FP32 rows), and a selective-checkpoint policy can name it. The backward is
-three operators, so that what the first and the second have read (k, then xn) is freed before the events' gradient is allocated:
+a few operators, so that what one has read (the centred output, k, then xn) is freed before a later one allocates gradients:
 
+    pma_attention_prepass     where a backend's backward comes in halves: what it reads of the output and its gradient
     pma_attention_backward    attention's gradients: dq, and dk, dv as MXFP8
     pma_weight_gradients      of the projections, the last that reads xn
     pma_input_gradients       of the events and the norm's weight
@@ -25,7 +26,7 @@ from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
 from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
 from lp_fa4.operator import custom_op
-from lp_fa4.ops import run_backward
+from lp_fa4.ops import finish_backward, run_backward, run_prepass
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from modules.numerics import Numerics
 
@@ -236,24 +237,11 @@ def _gradient(codes: Tensor, scale: Tensor, block: tuple[int, int], offsets: Ten
     return MXTensor.from_bytes(codes, scale, block, offsets) if scale.numel() or codes.dtype == torch.uint8 else codes
 
 
-@custom_op("modules::pma_attention_backward", mutates_args=())
-def pma_attention_backward(
-    dout: Tensor,
-    offsets: Tensor,
-    w_v: Tensor | None,
-    saved: list[Tensor],
-    numerics: str,
-    backend: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attention's part: dq FP32 ``[Q, H, D]``; dk and its scale, dv and its scale, ``[T, dim]`` MXFP8 bytes or BF16 and an empty scale;
-    dv_mean ``[B, dim]``, what was kept out of dv, empty if it is complete. ``needs``: of q, of k, of v."""
-    (
-        centred_out, row_max, row_sum, q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale,
-        xn_codes, xn_scale, v_codes, v_scale, _, mean, total, _,
-    ) = saved  # fmt: skip
-    queries, heads, head_dim = q_codes.shape
-    name, opts = _settle(dout.device, head_dim, numerics, backend)
+def _saved_problem(saved: list[Tensor], offsets: Tensor, w_v: Tensor | None, numerics: str, backend: str) -> tuple[str, AttentionProblem]:
+    """The backend and the forward's problem again, from what the forward kept but its first three (the output and its statistics)."""
+    q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale, xn_codes, xn_scale, v_codes, v_scale, _, mean, total, _ = saved
+    heads, head_dim = q_codes.shape[1:]
+    name, opts = _settle(q_codes.device, head_dim, numerics, backend)
     batch = offsets.shape[0] - 1
     block = opts.block(head_dim)
     xn = MXTensor.from_bytes(xn_codes, xn_scale, block, offsets)
@@ -265,7 +253,7 @@ def pma_attention_backward(
             exact = to_float(_projection(w_v, None, heads, opts, False).weight)
             v_mean, v_sum = mean @ exact.t(), total @ exact.t()
         v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
-    problem = AttentionProblem(
+    return name, AttentionProblem(
         MXTensor.from_bytes(q_codes, q_scale, block),
         MXTensor.from_bytes(k_codes, k_scale, block, offsets),
         v8.reshape_heads(heads),
@@ -277,10 +265,58 @@ def pma_attention_backward(
         mean_scores=mean_scores if opts.q_smoothing else None,
         config=opts.attention,
     )
-    flat = dout.reshape(batch * queries, heads, head_dim)
-    # `out` and `lse` are not read by the backward, which works from the centred output, the maximum and the sum.
-    result = ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
-    grads = run_backward(name, problem, result, flat, None, False, tuple(needs))
+
+
+def _result(saved: list[Tensor]) -> ForwardResult:
+    """The forward's result as a backward reads it, which works from the centred output, the maximum and the sum."""
+    centred_out, row_max, row_sum = saved[:3]
+    return ForwardResult(centred_out, row_max, centred_out, row_max, row_sum)
+
+
+def in_halves(backend: str) -> bool:
+    """Whether a backend's backward comes in halves, of which the first alone reads the output and its gradient."""
+    return hasattr(dispatch.module(backend), "prepare_backward")
+
+
+@custom_op("modules::pma_attention_prepass", mutates_args=())
+def pma_attention_prepass(
+    dout: Tensor, offsets: Tensor, w_v: Tensor | None, saved: list[Tensor], numerics: str, backend: str
+) -> list[Tensor]:
+    """First half of attention's backward; ``saved``: what the forward kept. Returns what the second half reads in place of the centred
+    output, row_max, row_sum and dout."""
+    name, problem = _saved_problem(saved[3:], offsets, w_v, numerics, backend)
+    return run_prepass(name, problem, _result(saved), dout.reshape(problem.rows, problem.heads, problem.head_dim))
+
+
+@pma_attention_prepass.register_fake
+def _(dout, offsets, w_v, saved, numerics, backend):
+    name, problem = _saved_problem(saved[3:], offsets, w_v, numerics, backend)
+    return dispatch.module(name).workspaces(problem, deterministic=torch.are_deterministic_algorithms_enabled())
+
+
+@custom_op("modules::pma_attention_backward", mutates_args=())
+def pma_attention_backward(
+    dout: Tensor,
+    query_side: list[Tensor],
+    offsets: Tensor,
+    w_v: Tensor | None,
+    saved: list[Tensor],
+    numerics: str,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention's part: dq FP32 ``[Q, H, D]``; dk and its scale, dv and its scale, ``[T, dim]`` MXFP8 bytes or BF16 and an empty scale;
+    dv_mean ``[B, dim]``, what was kept out of dv, empty if it is complete.
+
+    ``query_side``: what the prepass returned or, of a backend whose backward comes in one piece, the forward's centred_out, row_max and
+    row_sum. ``saved``: what the forward kept beside these three. ``needs``: of q, of k, of v."""
+    name, problem = _saved_problem(saved, offsets, w_v, numerics, backend)
+    if in_halves(name):
+        grads = finish_backward(name, problem, query_side)
+    else:
+        flat = dout.reshape(problem.rows, problem.heads, problem.head_dim)
+        grads = run_backward(name, problem, _result(query_side), flat, None, False, tuple(needs))
+    batch, heads, head_dim = problem.batch, problem.heads, problem.head_dim
 
     def parts(grad: MXTensor | Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(grad, Tensor):
@@ -293,9 +329,9 @@ def pma_attention_backward(
 
 
 @pma_attention_backward.register_fake
-def _(dout, offsets, w_v, saved, numerics, backend, needs):
-    queries, heads, head_dim = saved[3].shape
-    tokens, dim = saved[9].shape
+def _(dout, query_side, offsets, w_v, saved, numerics, backend, needs):
+    queries, heads, head_dim = saved[0].shape
+    tokens, dim = saved[6].shape
     _, opts = _settle(dout.device, head_dim, numerics, backend)
     config = opts.attention
 
@@ -435,15 +471,19 @@ def _pma_backward(ctx, dout, *_):
     if dout is None or not any((need_x, need_q, need_norm, need_k, need_v)):
         return (None,) * 10
     if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what follows frees k, then xn, before dX is allocated
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each operator below frees what the next ones do not read
     heads, choices = rest[3].shape[1], (ctx.numerics, ctx.backend)
     need_kv = need_x or need_norm
+    query_side = rest[:3]
+    if in_halves(_settle(dout.device, rest[3].shape[2], *choices)[0]):
+        query_side = torch.ops.modules.pma_attention_prepass(dout, offsets, w_v, rest, *choices)
+    del rest[:3]
     dq, *grads = torch.ops.modules.pma_attention_backward(
-        dout, offsets, w_v, rest, *choices, [need_q, need_kv or need_k, need_kv or need_v]
+        dout, query_side, offsets, w_v, rest, *choices, [need_q, need_kv or need_k, need_kv or need_v]
     )
-    kept = rest[9:11] + rest[13:]
-    rstd, weight = rest[13], rest[16]
-    del rest
+    kept = rest[6:8] + rest[10:]
+    rstd, weight = rest[10], rest[13]
+    del rest, query_side
     dw_k = dw_v = dx = dnorm = None
     if need_k or need_v:
         dw_k, dw_v = torch.ops.modules.pma_weight_gradients(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
 
-__all__ = ["backward", "forward", "prepare", "unsupported"]
+__all__ = ["backward", "finish_backward", "forward", "prepare", "prepare_backward", "unsupported", "workspaces"]
 
 
 def unsupported(features) -> str:
@@ -32,6 +32,29 @@ def backward(
     from lp_fa4.sm90.backward_host import backward as run
 
     return run(problem, result, dout, deterministic=deterministic, dlse=dlse)
+
+
+def prepare_backward(
+    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+) -> list[Tensor]:
+    """The half of ``backward`` that reads ``result`` and ``dout``; they may be freed before ``finish_backward``."""
+    from lp_fa4.sm90.backward_host import prepare_backward as run
+
+    return run(problem, result, dout, deterministic=deterministic, dlse=dlse)
+
+
+def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> list[Tensor]:
+    """What ``prepare_backward`` returns, uninitialised: shapes for a trace."""
+    from lp_fa4.sm90.backward_host import workspaces as run
+
+    return run(problem, deterministic=deterministic)
+
+
+def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, deterministic: bool = False) -> Gradients:
+    """The other half of ``backward``."""
+    from lp_fa4.sm90.backward_host import finish_backward as run
+
+    return run(problem, prepared, deterministic=deterministic)
 
 
 def prepare(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale):

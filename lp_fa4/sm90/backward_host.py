@@ -6,6 +6,8 @@ so finer ones are free); dS has one running exponent per 128-key tile for all qu
 axes of dS are contracted), whatever ``config.ds_block`` says. ``BACKWARD.md`` has the reasons and the measurements.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -71,81 +73,108 @@ def backward(
 
     Raises: ``ValueError`` for what these kernels do not serve.
     """
-    _check(problem, result, dout)
-    p, config, device = problem, problem.config, problem.device
-    mxfp8 = config.grad_format == "mxfp8"
-    if p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0:
-        return _empty(p, mxfp8)
-    from lp_fa4.sm90.backward_main import compile_main
-    from lp_fa4.sm90.backward_postpass import compile_postpass
-    from lp_fa4.sm90.backward_prepass import compile_prepass
+    prepared = prepare_backward(problem, result, dout, deterministic=deterministic, dlse=dlse)
+    return finish_backward(problem, prepared, deterministic=deterministic)
 
-    arch, d, heads, kv_heads, batch, queries = arch_of(device), p.head_dim, p.heads, p.kv_heads, p.batch, p.queries
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What both halves of a backward derive from a problem's shapes: rows of the workspaces, and offsets on the device."""
+
+    spec: BackwardSpec
+    offsets_k: Tensor
+    offsets_q: Tensor
+    tile_rows: int
+    chunk_rows: int
+    dq_rows: int
+    replicas: int
+
+
+def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
+    device, batch, queries = p.device, p.batch, p.queries
     offsets_k = p.offsets_k if p.offsets_k is not None else torch.arange(2, dtype=torch.int32, device=device) * p.tokens
     if queries is None:
         assert p.offsets_q is not None
         offsets_q = p.offsets_q.to(offsets_k.dtype)
     else:
         offsets_q = torch.arange(batch + 1, dtype=offsets_k.dtype, device=device) * (0 if p.shared_q else queries)
-    one_set = torch.arange(2, dtype=offsets_k.dtype, device=device) * p.q.shape[0]
-    q, q_scale, q_block = token_blocks(p.q, one_set if p.shared_q else offsets_q)
-    k, k_scale, k_block = token_blocks(p.k, offsets_k)
-    v, v_scale, v_block = token_blocks(p.v, offsets_k)
-    longest = p.rows if queries is None else queries
-    half = config.dq_dtype == torch.float16
+    half = p.config.dq_dtype == torch.float16
     spec = BackwardSpec(
-        head_dim=d,
+        head_dim=p.head_dim,
         group=p.group,
         causal=p.causal,
         centred=p.centred_backward,
         shared=p.shared_q,
-        long=p.group > 1 or longest > CHUNK,
-        fold=q_block != 0 or k_block == 32,
-        mxfp8=mxfp8,
-        k_static=k_block == 0,
-        v_static=v_block == 0,
+        long=p.group > 1 or (p.rows if queries is None else queries) > CHUNK,
+        fold=not p.q.is_static or p.k.block[0] == 32,
+        mxfp8=p.config.grad_format == "mxfp8",
+        k_static=p.k.is_static,
+        v_static=p.v.is_static,
         dq_half=half,
         deterministic=deterministic,
         cluster=cluster_pays(p, deterministic),
     )
-    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, serial=spec.serial, keys=spec.item_keys)
-    capacity = item_capacity(p.tokens, batch, spec.serial, spec.item_keys) * kv_heads
-    ctas = 2 * min(multiprocessors(device) // 2, capacity) if spec.cluster else min(multiprocessors(device), capacity)
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
-    replicas = 1 if not p.shared_q else batch if half else ctas if deterministic else min(SHARED_REPLICAS, ctas)
-    empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
-    do_tiles = empty(torch.uint8, tile_rows, heads, 2 * spec.tile_bytes)
-    q_tiles = empty(torch.uint8, dq_rows, heads, 2 * spec.tile_bytes)
-    stats = empty(torch.float32, tile_rows, heads, STAT_FLOATS)
-    chunk_rows = rows_of(queries, p.rows, batch, CHUNK)
-    sums = empty(torch.float32, chunk_rows, heads, d)
-    dq_scale = empty(torch.float32, chunk_rows, heads) if half else None
-    partial = empty(config.dq_dtype, replicas * dq_rows, heads, spec.dq_tile)
-    dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
-    groups = group_rows(p.tokens, batch) if mxfp8 else 1
-    scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
-    scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
-    dq = empty(torch.float32, *p.q.shape)
-    dv_mean = empty(torch.float32, batch, kv_heads, d) if spec.centred else None
+    replicas = 1 if not p.shared_q else batch if half else multiprocessors(device) if deterministic else SHARED_REPLICAS
+    return _Sizes(spec, offsets_k, offsets_q, tile_rows, rows_of(queries, p.rows, batch, CHUNK), dq_rows, replicas)
+
+
+def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> list[Tensor]:
+    """What ``prepare_backward`` fills: images of dO and of Q, statistics, column sums of dO, factors of dQ (empty unless it is FP16), dQ
+    sums. Uninitialised, from shapes alone."""
+    if _nothing_to_do(problem):
+        return []
+    z, heads, d = _sizes(problem, deterministic), problem.heads, problem.head_dim
+    empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=problem.device)  # noqa: E731
+    return [
+        empty(torch.uint8, z.tile_rows, heads, 2 * z.spec.tile_bytes),
+        empty(torch.uint8, z.dq_rows, heads, 2 * z.spec.tile_bytes),
+        empty(torch.float32, z.tile_rows, heads, STAT_FLOATS),
+        empty(torch.float32, z.chunk_rows, heads, d),
+        empty(torch.float32, z.chunk_rows if z.spec.dq_half else 0, heads),
+        empty(problem.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
+    ]
+
+
+def _nothing_to_do(p: AttentionProblem) -> bool:
+    return p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0
+
+
+def prepare_backward(
+    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+) -> list[Tensor]:
+    """The backward's first half: everything that reads ``result`` and ``dout``, which may be freed before ``finish_backward`` allocates
+    the gradients of k and v. Arguments as of ``backward``; returns the filled ``workspaces``."""
+    _check(problem, result, dout)
+    p, config = problem, problem.config
+    spaces = workspaces(p, deterministic=deterministic)
+    if not spaces:
+        return []
+    from lp_fa4.sm90.backward_prepass import compile_prepass
+
+    do_tiles, q_tiles, stats, sums, dq_scale, partial = spaces
+    z, half = _sizes(p, deterministic), config.dq_dtype == torch.float16
+    one_set = torch.arange(2, dtype=z.offsets_k.dtype, device=p.device) * p.q.shape[0]
+    q, q_scale, _ = token_blocks(p.q, one_set if p.shared_q else z.offsets_q)
     prepass = PrepassSpec(
-        head_dim=d,
+        head_dim=p.head_dim,
         shared=p.shared_q,
-        jagged=queries is None,
-        centred=spec.centred,
+        jagged=p.queries is None,
+        centred=z.spec.centred,
         fold_l=config.fold_l_into_do,
         delta_quantized=config.delta_from == "quantized",
         p_scale_log2=config.p_scale_backward_log2,
         out_fp32=result.centred_out.dtype == torch.float32,
-        q_static=q_block == 0,
+        q_static=p.q.is_static,
         dq_half=half,
         dq_scale_log2=config.dq_scale if half and isinstance(config.dq_scale, int) else None,
-        k_static=spec.k_static,
-        v_static=spec.v_static,
+        k_static=z.spec.k_static,
+        v_static=z.spec.v_static,
     )
     launch(
-        compile_prepass(arch, prepass, dtype_name(offsets_k), dlse is not None),
-        device,
+        compile_prepass(arch_of(p.device), prepass, dtype_name(z.offsets_k), dlse is not None),
+        p.device,
         _aligned_rows(dout),
         _aligned_rows(result.centred_out),
         result.row_max,
@@ -153,21 +182,50 @@ def backward(
         dlse,
         q,
         q_scale,
-        k_scale if half else None,
-        v_scale if half else None,
-        offsets_q,
-        offsets_k,
+        _top_scale(p.k) if half else None,
+        _top_scale(p.v) if half else None,
+        z.offsets_q,
+        z.offsets_k,
         do_tiles,
         q_tiles,
         stats,
         sums,
-        dq_scale,
+        dq_scale if half else None,
         partial.view(-1).view(torch.float32),
-        dk.view(torch.uint8).flatten(1),
-        dv.view(torch.uint8).flatten(1),
-        queries or 0,
+        p.queries or 0,
         p.softmax_scale,
     )
+    return spaces
+
+
+def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, deterministic: bool = False) -> Gradients:
+    """The backward's second half, from what ``prepare_backward`` returned for the same problem and choice."""
+    p, device = problem, problem.device
+    mxfp8 = p.config.grad_format == "mxfp8"
+    if _nothing_to_do(p):
+        return _empty(p, mxfp8)
+    from lp_fa4.common.zero_tail import compile_zero_tail
+    from lp_fa4.sm90.backward_main import compile_main
+    from lp_fa4.sm90.backward_postpass import compile_postpass
+
+    arch, d, kv_heads, batch, queries = arch_of(device), p.head_dim, p.kv_heads, p.batch, p.queries
+    do_tiles, q_tiles, stats, sums, dq_scale, partial = prepared
+    z = _sizes(p, deterministic)
+    spec, offsets_k, offsets_q = z.spec, z.offsets_k, z.offsets_q
+    k, k_scale, _ = token_blocks(p.k, offsets_k)
+    v, v_scale, _ = token_blocks(p.v, offsets_k)
+    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, serial=spec.serial, keys=spec.item_keys)
+    capacity = item_capacity(p.tokens, batch, spec.serial, spec.item_keys) * kv_heads
+    ctas = 2 * min(multiprocessors(device) // 2, capacity) if spec.cluster else min(multiprocessors(device), capacity)
+    empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
+    dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
+    rows = [x.view(torch.uint8).flatten(1) for x in (dk, dv)]
+    launch(compile_zero_tail(arch, dtype_name(offsets_k)), device, *rows, offsets_k)
+    groups = group_rows(p.tokens, batch) if mxfp8 else 1
+    scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
+    scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
+    dq = empty(torch.float32, *p.q.shape)
+    dv_mean = empty(torch.float32, batch, kv_heads, d) if spec.centred else None
     launch(
         compile_main(arch, spec),
         device,
@@ -185,27 +243,32 @@ def backward(
         dv,
         *scales,
         scratch,
-        replicas,
-        dq_rows,
+        z.replicas,
+        z.dq_rows,
         ctas,
     )
     launch(
-        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, half, dtype_name(offsets_k)),
+        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, spec.dq_half, dtype_name(offsets_k)),
         device,
         partial.view(-1),
-        dq_scale,
+        dq_scale if spec.dq_half else None,
         dq,
         offsets_q,
         offsets_k,
         sums,
         dv_mean,
         p.q.shape[0] if p.shared_q else queries or 0,
-        dq_rows,
-        replicas,
+        z.dq_rows,
+        z.replicas,
     )
     if mxfp8:
         return Gradients(dq, *(_wrap(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
     return Gradients(dq, dk, dv, dv_mean)
+
+
+def _top_scale(x: MXTensor) -> Tensor:
+    """The largest scale byte of a token group and head, ``[rows, H]``: what re-coding to the head's width gives it."""
+    return x.scale_bytes.amax(-1).contiguous()
 
 
 def _aligned_rows(x: Tensor) -> Tensor:

@@ -73,8 +73,6 @@ class Prepass:
         sums: cute.Tensor,
         dq_scale: cute.Tensor | None,
         dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
         queries: Int32,
         softmax_scale: Float32,
         stream,
@@ -98,8 +96,6 @@ class Prepass:
             sums,
             dq_scale,
             dq,
-            dk,
-            dv,
             queries,
             softmax_scale,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
@@ -124,8 +120,6 @@ class Prepass:
         sums: cute.Tensor,
         dq_scale: cute.Tensor | None,
         dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
         queries: Int32,
         softmax_scale: Float32,
     ):
@@ -146,7 +140,7 @@ class Prepass:
             start, length, chunk = b * queries, queries, chunk_row % per
             tile_row = b * ((queries + (QUERY_TILE - 1)) // QUERY_TILE)
         left = cutlass.min(length - CHUNK * chunk, Int32(CHUNK))  # rows of this chunk; the tile rule leaves rows that own nothing
-        self.zero(dq, dk, dv, offsets_k, batch)
+        self.zero(dq)
         smem = cutlass.utils.SmemAllocator()
         row_bytes = smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
         column_sums = smem.allocate_tensor(
@@ -186,23 +180,15 @@ class Prepass:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def zero(self, dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, offsets_k: cute.Tensor, batch: Int32):
-        """Zero the dQ sums, and the rows of dK and dV past the last sequence."""
+    def zero(self, dq: cute.Tensor):
+        """Zero the dQ sums."""
         bid, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         grid, _, _ = cute.arch.grid_dim()
-        zero = "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}"
         base = dq.iterator.toint()
         pieces = Int32(dq.shape[0]) // 4
         for i in cutlass.range(bid * THREADS + tid, pieces, grid * THREADS, unroll=4):
-            effect([base + Int64(i) * 16], zero, "l")
-        end, width = Int32(offsets_k[batch]), Int32(dk.shape[1])  # bytes a row, a multiple of 16
-        dk_base, dv_base = dk.iterator.toint(), dv.iterator.toint()
-        for row in cutlass.range(end + bid, Int32(dk.shape[0]), grid, unroll=1):
-            for i in cutlass.range(tid, width // 16, THREADS, unroll=1):
-                offset = Int64(row) * width + 16 * i
-                effect([dk_base + offset], zero, "l")
-                effect([dv_base + offset], zero, "l")
+            effect([base + Int64(i) * 16], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
 
     @cute.jit
     def row_values(self, x: cute.Tensor, row: Int32, head: Int32):
@@ -453,14 +439,13 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; q: uint8
     ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless ``dq_half``); offsets_q (read if
     jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums: fp32 ``[chunk rows, H, D]``, column sums of dO;
-    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); dq: as fp32, flat, to be zeroed; dk, dv:
-    uint8 ``[T, bytes]``, to be zeroed past the last sequence; queries per sequence (if not jagged); softmax scale.
+    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); dq: as fp32, flat, to be zeroed;
+    queries per sequence (if not jagged); softmax scale.
     """
     heads, kv_heads, rows, d = symbol(), symbol(), symbol(), spec.head_dim
     images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True)  # noqa: E731
     per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
     offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
-    grad = lambda: fake("uint8", (symbol(), symbol(16)), compact=True)  # noqa: E731
     return build(
         arch,
         Prepass(spec),
@@ -480,8 +465,6 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         fake("float32", (symbol(), heads, d), compact=True),
         fake("float32", (symbol(), heads), align=4, compact=True) if spec.dq_half else None,
         fake("float32", (symbol(),), align=16),
-        grad(),
-        grad(),
         Int32(1),
         Float32(1.0),
     )
