@@ -38,7 +38,7 @@ from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launc
 from lp_fa4.mx import scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm100.atoms import F8, ONE, SF, SF_BYTES, copy_scales, load_scales, multiply
-from lp_fa4.sm100.sync import commit, wait, wait_tensor
+from lp_fa4.sm100.sync import commit, drain, wait, wait_tensor
 
 THREADS = 192
 MMA_WARP, LOAD_WARP = 4, 5
@@ -248,7 +248,7 @@ class BlackwellGemm:
                         load_scales(t.sf_w[p], t.column, k, s.sf_w, k * spec.parts + p, bars + at.w_full)
         x_atom, x_tensor = t.x
         count = tile_bytes + (SF_BYTES if spec.scaled else 0) + (0 if spec.resident else spec.parts * tile_bytes)
-        stage, phase = Int32(0), Int32(1)
+        stage, phase, used = Int32(0), Int32(1), Int32(0)
         near = first_sequence(spec.dense, t.offsets, t.first)
         for tile in cutlass.range(t.first, t.tiles, t.step, unroll=1):
             token, _, limit, _, region, near = place(spec.dense, t.offsets, t.tokens, tile, near)
@@ -269,6 +269,8 @@ class BlackwellGemm:
                     stage = stage + 1
                     if stage == spec.stages:
                         stage, phase = Int32(0), phase ^ 1
+                used = used + spec.steps
+        drain(bars + at.empty, used, spec.stages)
 
     @cute.jit
     def multiply_role(self, t, s, bars, tmem):
@@ -310,11 +312,6 @@ class BlackwellGemm:
                         stage, phase = Int32(0), phase ^ 1
                 commit(bars + at.sums_full + buffer)
                 count = count + 1
-        # The tensor core's last arrivals must find this CTA's barriers alive: wait until every accumulator has been stored.
-        for i in cutlass.range_constexpr(ACCUMULATORS):
-            if count > i:
-                last = count - 1 - (count - 1 - i) % ACCUMULATORS
-                wait(bars + at.sums_empty + i, last // ACCUMULATORS & 1)
 
 
 @kernel_cache
