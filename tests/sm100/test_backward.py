@@ -1,6 +1,6 @@
 """The Blackwell backward, executed by the emulator under adversarial schedules with the race checker, against the reference and FP64.
 
-Three launches a case (pre-pass, main kernel, post-pass). ``python -m tests.sm100.backward_matrix`` runs the whole list of shapes and modes.
+Three launches a case (pre-pass, main kernel, post-pass). ``python -m tests.sm100.campaign backward`` runs the whole list.
 """
 
 import dataclasses

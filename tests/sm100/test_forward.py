@@ -1,6 +1,6 @@
 """The Blackwell forward, executed by the emulator under adversarial schedules with the race checker, against the reference and FP64.
 
-Cases share compiled variants where they can. ``python -m tests.sm100.matrix`` runs the whole list of shapes and modes, 16 schedules each.
+Cases share compiled variants where they can. ``python -m tests.sm100.campaign forward`` runs the whole list of shapes and modes.
 """
 
 import pytest
