@@ -66,24 +66,49 @@ def test_bytes(case):
     assert torch.equal(got.codes, again.codes) and torch.equal(got.scale_bytes, again.scale_bytes)
 
 
-@pytest.mark.parametrize("case", CASES[:6], ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
-def test_exact_sums_give_the_bytes_of_the_definition(case):
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", CASES[:9], ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
+def test_exact_sums_give_the_bytes_of_the_definition(case, seed):
+    """``seed`` 1: the low part of a weight has scales of its own."""
     contracted, columns, form, x_block, w_block, block = case
     for tokens in (0, 1, 31, 33, 4095):
         lengths = [tokens] if tokens < 4095 else [0, 4095 - 640, 0, 512, 127, 1, 0]
         offsets = offsets_of(lengths)
-        x, w = operands(tokens + 5, tokens, contracted, columns, form, x_block, w_block, offsets, tokens, True, str(DEVICE))
+        x, w = operands(tokens + 5, tokens, contracted, columns, form, x_block, w_block, offsets, seed, True, str(DEVICE))
         exponent = given(block, columns)
         got = run(x, w, block, offsets, exponent)
         check_product(x, w, block, offsets, exponent, got.codes, got.scale_bytes, exact=True)
 
 
-def test_a_million_rows_and_three():
-    lengths = [1_000_003 - 50_000 * 7, *[50_000] * 7]
+@pytest.mark.parametrize("contracted", [128, 384, 512, 1024])
+def test_a_million_rows_and_three(contracted):
+    """Every byte, sequence by sequence, for the definition is FP64 here; blocks of 32 tokens and, at 384, the module's static ones."""
+    lengths = [1_000_003 - 50_000 * 17, *[50_000] * 17]
     offsets = offsets_of(lengths)
-    x, w = operands(1_000_003, 1_000_003, 128, 128, "e4m3x2", (32, 128), (32, 128), offsets, 0, False, str(DEVICE))
-    got = run(x, w, (32, 128), offsets, None)
-    assert check_product(x, w, (32, 128), offsets, None, got.codes, got.scale_bytes) <= APART
+    for x_block, block in (((32, 128), (32, 128)), ((0, 128), (0, 128)))[: 2 if contracted == 384 else 1]:
+        x, w = operands(1_000_003, 1_000_003, contracted, 128, "e4m3x2", x_block, (32, 128), offsets, 0, False, str(DEVICE))
+        got, begin = run(x, w, block, offsets, given(block, 128)), 0
+        for b, n in enumerate(lengths):
+            row, part, alone = begin // 32 + b, slice(begin, begin + n), offsets_of([n])
+            rows = slice(row, row + n // 32 + 1)
+            left = MXTensor.from_bytes(x.codes[part], x.scale_bytes if x_block[0] == 0 else x.scale_bytes[rows], x_block, alone)
+            scales = got.scale_bytes if block[0] == 0 else got.scale_bytes[rows]
+            assert check_product(left, w, block, alone, given(block, 128), got.codes[part], scales) <= APART
+            begin += n
+
+
+def test_exponents_far_below_the_sums():
+    """Where a sum under the inverse of its exponent passes FP32's end, codes are NaN; where it is only large, they saturate; 0 stays 0."""
+    codes = torch.randn(200, 128, device=DEVICE).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes[7] = 0
+    scale, w = torch.full((1, 1), 127, device=DEVICE, dtype=torch.uint8), split_e4m3(torch.randn(128, 128, device=DEVICE), (32, 128))
+    for exponent in (-60, -90, -120, -126):
+        for base in (0, 20, 60):
+            x = MXTensor.from_bytes(codes, scale + base, (0, 128), offsets_of([150, 50]))
+            e = torch.tensor([exponent], dtype=torch.int32, device=DEVICE)
+            got = run(x, w, (0, 128), None, e)
+            want = gemm_quantize(x, w, (0, 128), exponent=e, backend="reference")
+            assert torch.equal(got.codes, want.codes), (exponent, base)
 
 
 def test_offsets_past_two_to_the_31():
@@ -108,6 +133,10 @@ def test_strided_rows():
         wide[:, :384] = x
         assert torch.equal(gemm_quantize(wide[:, :384], weight, backend="sm90").codes, want.codes)
     assert torch.equal(gemm_quantize(x.bfloat16().t().contiguous().t(), weight, backend="sm90").codes, want.codes)
+    repeated = x[:1].bfloat16().expand(300, 384)
+    assert torch.equal(
+        gemm_quantize(repeated, weight, backend="sm90").codes, gemm_quantize(repeated.contiguous(), weight, backend="sm90").codes
+    )
 
 
 def test_the_modules_projection_and_a_graph():

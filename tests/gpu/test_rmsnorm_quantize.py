@@ -5,7 +5,7 @@ import torch
 
 from fused_ops import gather_scales, rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize, scatter_scales
 from fused_ops.rmsnorm_quantize.interface import norm_exponent
-from lp_fa4.mx import quantize_mx
+from lp_fa4.mx import MXTensor
 from tests.gpu.problems import DEVICE, offsets_of, poison
 
 pytestmark = pytest.mark.gpu
@@ -36,18 +36,66 @@ def test_bits_of_the_definition(dtype, columns, block):
         check_norm(x, weight, offsets, block, exponent, center, keep, got)
 
 
-def test_a_million_rows_and_three():
+def rows_of_kind(kind, tokens, columns):
+    """BF16 ``[tokens + 40, columns]``, the last 40 NaN."""
+    from tests.fused_ops.kernel_cases import values
+
+    x = values(tokens + 40, columns, torch.bfloat16, tokens, tokens, str(DEVICE))
+    if kind != "spread":
+        x[:tokens] = torch.randn(tokens, columns, device=DEVICE) + 0.25
+    pick = torch.rand(x.shape, device=DEVICE)
+    if kind == "outlier":
+        x[pick < 1e-3] *= 1024.0
+    if kind == "not finite":
+        for i, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
+            x[:tokens][(pick[:tokens] > 3e-4 * i) & (pick[:tokens] < 3e-4 * i + 1e-4)] = bad
+    return x
+
+
+@pytest.mark.parametrize("columns", [128, 384, 512, 1024])
+@pytest.mark.parametrize("tokens", [0, 1, 31, 33, 4095])
+def test_bits_at_every_size(tokens, columns):
+    from fused_ops.rmsnorm_quantize.kernel import rmsnorm_quantize as kernel
+    from tests.fused_ops.kernel_cases import EPS, check_norm
+
+    weight = torch.rand(columns, device=DEVICE) + 0.5
+    offsets = offsets_of([tokens] if tokens < 4095 else [0, 4095 - 640, 0, 512, 127, 1, 0])
+    for kind in ("random", "outlier", "spread", "not finite"):
+        x = rows_of_kind(kind, tokens, columns)
+        for block, center, heads in (((32, 32), False, 0), ((0, 128), True, columns // 128), ((32, 128), True, 0)):
+            exponent = norm_exponent(weight, block[1], centred=center) if block[0] == 0 else None
+            poison(4)
+            got = kernel(x, weight, EPS, offsets, block, exponent, center, False, (), heads)
+            check_norm(x, weight, offsets, block, exponent, center, False, got)
+
+
+@pytest.mark.parametrize("columns", [128, 384, 512, 1024])
+def test_a_million_rows_and_three(columns):
+    """All bits, sequence by sequence (groups are a sequence's own), for the definition holds many copies of what it looks at."""
     from fused_ops.rmsnorm_quantize.kernel import rmsnorm_quantize as kernel
     from tests.fused_ops.kernel_cases import EPS, check_norm, values
 
-    lengths = [1_000_003 - 50_000 * 7, *[50_000] * 7]
-    offsets, x = offsets_of(lengths), values(1_000_003, 128, torch.bfloat16, 1_000_003, 0, str(DEVICE))
-    weight = torch.rand(128, device=DEVICE) + 0.5
-    check_norm(x, weight, offsets, (32, 32), None, False, False, kernel(x, weight, EPS, offsets, (32, 32), None, False, False))
+    lengths = [1_000_003 - 50_000 * 17, *[50_000] * 17]
+    offsets, x = offsets_of(lengths), values(1_000_003, columns, torch.bfloat16, 1_000_003, 0, str(DEVICE))
+    weight = torch.rand(columns, device=DEVICE) + 0.5
+    for block, center in (((32, 32), False), ((0, 128), True)):
+        exponent = norm_exponent(weight, block[1], centred=center) if block[0] == 0 else None
+        got, begin = kernel(x, weight, EPS, offsets, block, exponent, center, False), 0
+        for b, n in enumerate(lengths):
+            row, part = begin // 32 + b, slice(begin, begin + n)
+            mine = got._replace(
+                codes=got.codes[part],
+                scales=got.scales if block[0] == 0 else got.scales[row : row + n // 32 + 1],
+                rstd=got.rstd[part],
+                mean=got.mean[b : b + 1] if center else None,
+                total=got.total[b : b + 1] if center else None,
+            )
+            check_norm(x[part], weight, offsets_of([n]), block, exponent, center, False, mine)
+            begin += n
 
 
 def test_offsets_past_two_to_the_31():
-    """6 M rows of 384: the last rows equal those of a call of their own."""
+    """6 M rows of 384: the last rows equal those of a call of their own, the copy with tokens innermost too."""
     rows, tail = 6_000_000, 5_000
     x = torch.zeros(rows, 384, device=DEVICE, dtype=torch.bfloat16)
     x[-tail:] = torch.randn(tail, 384, device=DEVICE)
@@ -57,6 +105,23 @@ def test_offsets_past_two_to_the_31():
     assert torch.equal(big.codes[-tail:], small.codes)
     first = (rows - tail) // 32 + 1
     assert torch.equal(big.scale_bytes[first : first + tail // 32], small.scale_bytes[: tail // 32])
+    del big
+    large = rmsnorm_center_quantize(x, weight, offsets=torch.tensor([0, rows - tail, rows], device=DEVICE), block=(0, 128), copy_heads=3)
+    alone = rmsnorm_center_quantize(x[-tail:].clone(), weight, offsets=torch.tensor([0, tail], device=DEVICE), block=(0, 128), copy_heads=3)
+    assert torch.equal(large.xn.codes[-tail:], alone.xn.codes) and torch.equal(large.total[1:], alone.total)
+    used = -(-tail // 32) * 32
+    assert torch.equal(large.xn.transposed[..., 32 * first : 32 * first + used], alone.xn.transposed[..., :used])
+
+
+@pytest.mark.parametrize("block", [(32, 32), (0, 128), (128, 128)])
+def test_strided_and_repeated_rows(block):
+    """Rows apart, one row for all (stride 0), columns apart: as of a compact copy."""
+    x, weight = torch.randn(300, 768, device=DEVICE).bfloat16(), torch.rand(384, device=DEVICE) + 0.5
+    offsets = offsets_of([100, 0, 200])
+    for rows in (x[:, :384], x[:, 8:392], x[:, 3:387], x[:1, :384].expand(300, 384), x[:, :384].t().contiguous().t(), x[:, ::2]):
+        mine, theirs = (rmsnorm_center_quantize(r, weight, offsets=offsets, block=block) for r in (rows, rows.contiguous()))
+        assert torch.equal(mine.xn.codes, theirs.xn.codes) and torch.equal(mine.xn.scale_bytes, theirs.xn.scale_bytes)
+        assert torch.equal(mine.rstd, theirs.rstd) and torch.equal(mine.total, theirs.total)
 
 
 def test_public_functions_choose_the_kernel_and_repeat_bitwise():
@@ -76,12 +141,17 @@ def test_public_functions_choose_the_kernel_and_repeat_bitwise():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_swizzle_of_every_small_shape(axis):
-    for tokens in range(1, 301, 13):
-        for columns in range(32, 641, 32):
-            x = quantize_mx(torch.randn(tokens, columns, device=DEVICE))
+    """Every M up to 300 and every number of scale columns that K up to 640 has (the last may be of fewer than 32 columns): there and back;
+    every 13th M against the definition."""
+    bytes_ = torch.randint(1, 255, (10, 20), dtype=torch.uint8, device=DEVICE)
+    for tokens in range(1, 301):
+        for columns in range(32 - tokens % 32, 641, 32):
+            scale = bytes_[: -(-tokens // 32), : -(-columns // 32)].contiguous()
+            x = MXTensor.from_bytes(torch.zeros(tokens, columns, dtype=torch.uint8, device=DEVICE), scale, (32, 32))
             made = scatter_scales(x, axis)
-            assert torch.equal(made, scatter_scales(x, axis, backend="reference"))
-            assert torch.equal(gather_scales(made, tokens, columns, axis=axis).view(torch.uint8), x.scale_bytes)
+            assert torch.equal(gather_scales(made, tokens, columns, axis=axis).view(torch.uint8), scale)
+            if tokens % 13 == 1:
+                assert torch.equal(made, scatter_scales(x, axis, backend="reference"))
 
 
 def test_graph_replays_with_other_lengths():
