@@ -42,13 +42,17 @@ def lengths_of(tokens: int, longest: int = 4096) -> Tensor:
     return torch.cat([draw[:count], torch.tensor([tokens - int(draw[:count].sum())])])
 
 
+def offsets_of(tokens: int, device: torch.device) -> Tensor:
+    """int32 offsets of jagged sequences."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths_of(tokens).cumsum(0)]).to(device, torch.int32)
+
+
 def events(tokens: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """BF16 rows with a common mean, ``[tokens, columns]``, and int32 offsets of jagged sequences."""
     x = torch.empty(tokens, columns, dtype=torch.bfloat16, device=device)
     for piece in x.split(1 << 19):
         piece.normal_(0.3, 1.0)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_of(tokens).cumsum(0)]).to(device, torch.int32)
-    return x, offsets
+    return x, offsets_of(tokens, device)
 
 
 def copy_of(count: float, device: torch.device) -> Callable[[], object]:
@@ -66,7 +70,7 @@ def norm_bytes(tokens: int, columns: int, sequences: int, *, block: int, centred
     return count + (tokens * 2.0 * columns if keep else 0)
 
 
-def norm_work(tokens: int, columns: int, device: torch.device, kind: str) -> Work:
+def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> Work:
     """``kind``: "static" (the module's blocks, centred), "static plain" (not centred), "copied" (centred, codes with tokens innermost
     too), "kept" (centred, BF16 of the rows too), "square"."""
     from fused_ops import rmsnorm_center_quantize, rmsnorm_quantize
@@ -103,7 +107,7 @@ def product_bytes(tokens: int, contracted: int, columns: int, element: int, part
     return tokens * (float(element) * contracted + columns) + parts * element * contracted * columns
 
 
-def product_work(tokens: int, columns: int, device: torch.device, form: str) -> Work:
+def product_work(tokens: int, columns: int, device: torch.device, *, form: str) -> Work:
     """A square projection of normed events, exponents given. ``form``: "pair" (E4M3, weight hi + lo), "single", "bf16"."""
     from fused_ops import gemm_quantize
     from fused_ops.operands import split_e4m3
@@ -135,36 +139,49 @@ def product_work(tokens: int, columns: int, device: torch.device, form: str) -> 
     return Work(f"gemm_quantize {form}, {tokens / 1e6:g} M x {columns}", variants, count, 2.0 * parts * tokens * columns**2)
 
 
-def _norm(tokens: int, columns: int, kind: str, device: torch.device) -> Work:
-    return norm_work(tokens, columns, device, kind)
+def scale_bytes(tokens: int, columns: int, sequences: int) -> float:
+    """Bytes of ``scatter_scales`` for one axis: the compact grid of 32 x 32 blocks, whole 128 x 4 atoms for every tile of 128 tokens."""
+    grid, tiles = (tokens // 32 + sequences) * (columns / 32), tokens // 128 + sequences
+    return grid + 4.0 * tiles * -(-columns // 128) * 128
 
 
-def _product(tokens: int, columns: int, form: str, device: torch.device) -> Work:
-    return product_work(tokens, columns, device, form)
+def scale_work(tokens: int, columns: int, device: torch.device) -> Work:
+    """The compact scales of 32 x 32 blocks to the swizzled buffer of each axis, and back."""
+    from fused_ops import gather_scales, scatter_scales
+    from lp_fa4.mx import MXTensor, scale_rows
+
+    offsets = offsets_of(tokens, device)
+    grid = torch.randint(100, 140, (scale_rows(tokens, offsets), columns // 32), device=device).to(torch.uint8)
+    x = MXTensor.from_bytes(torch.empty(tokens, columns, dtype=torch.uint8, device=device), grid, (32, 32), offsets)
+    made, count = scatter_scales(x, 1), scale_bytes(tokens, columns, offsets.shape[0] - 1)
+    variants: dict[str, Callable[[], object]] = {
+        "scatter_scales, for a sum over columns": lambda: scatter_scales(x, 1),
+        "scatter_scales, for a sum over tokens": lambda: scatter_scales(x, 0),
+        "gather_scales": lambda: gather_scales(made, tokens, columns, offsets, axis=1),
+        "scatter_scales in PyTorch": lambda: scatter_scales(x, 1, backend="reference"),
+        COPY: copy_of(count, device),
+    }
+    return Work(f"scale_layout, {tokens / 1e6:g} M x {columns}", variants, count)
 
 
-def _products() -> dict[str, Callable[[torch.device], Work]]:
+SIZES = [(millions, columns) for millions in (1.5, 6) for columns in (384, 512)]
+
+
+def _works() -> dict[str, Callable[[torch.device], Work]]:
+    makers: dict[str, Callable[[int, int, torch.device], Work]] = {}
+    for kind in ("static", "copied", "square", "static plain", "kept"):
+        makers[f"norm-{kind.replace(' ', '-')}"] = partial(norm_work, kind=kind)
+    for form in ("pair", "single", "bf16"):
+        makers[f"gemm-{form}"] = partial(product_work, form=form)
+    makers["scale"] = scale_work
     made: dict[str, Callable[[torch.device], Work]] = {}
-    for millions, columns, form in (
-        (1.5, 384, "pair"), (1.5, 384, "single"), (1.5, 384, "bf16"), (1.5, 512, "pair"), (1.5, 512, "bf16"),
-        (6, 384, "pair"), (6, 512, "pair"),
-    ):  # fmt: skip
-        made[f"gemm-{form}-{columns}-{millions:g}"] = partial(_product, int(millions * 1e6), columns, form)
+    for name, maker in makers.items():
+        for millions, columns in SIZES[:1] if name in ("norm-static-plain", "norm-kept") else SIZES:
+            made[f"{name}-{columns}-{millions:g}"] = partial(maker, int(millions * 1e6), columns)
     return made
 
 
-def _norms() -> dict[str, Callable[[torch.device], Work]]:
-    made: dict[str, Callable[[torch.device], Work]] = {}
-    for millions, columns, kind in (
-        (1.5, 384, "static"), (1.5, 384, "static plain"), (1.5, 384, "copied"), (1.5, 384, "kept"), (1.5, 384, "square"),
-        (1.5, 512, "static"), (1.5, 512, "copied"), (1.5, 512, "square"), (6, 384, "static"), (6, 512, "static"),
-    ):  # fmt: skip
-        name = f"norm-{kind.replace(' ', '-')}-{columns}-{millions:g}"
-        made[name] = partial(_norm, int(millions * 1e6), columns, kind)
-    return made
-
-
-WORKS: dict[str, Callable[[torch.device], Work]] = {**_norms(), **_products()}
+WORKS: dict[str, Callable[[torch.device], Work]] = _works()
 """Name on the command line to what makes the work."""
 
 
