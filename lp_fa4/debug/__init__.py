@@ -7,7 +7,9 @@ sample and block that holds a value that is not finite, or that was cut off at i
     print(report)          # report.first, report.faults, report.tensors
 
 Every tensor that an operator makes is also compared with the same operator in FP32 on the same inputs (the shadow run), as
-signal-to-quantization-noise in dB: noise shows beside the operator that makes it, not beside those that inherit it.
+signal-to-quantization-noise in dB: noise shows beside the operator that makes it, not beside those that inherit it. With ``shadow="bf16"``
+the shadow's results are rounded to BF16, as a BF16 operator with FP32 sums returns them; its operands are the same (an MXFP8 value is a
+BF16 number).
 
 Watching waits for the device after every operator and costs a reference computation each: not for CUDA graphs, not for timing. Rows past
 ``offsets[-1]``, which no operator reads, are not looked at; -inf in the LSE of a row without keys is right and no fault.
@@ -208,7 +210,7 @@ def _cut(x: Tensor | MXTensor, shadow: Tensor | None) -> Tensor:
     return at_end & (shadow.abs() > 464.0 * factor)
 
 
-def _look(seen: Seen, role: str, operator_name: str, call: int) -> tuple[list[Fault], Measured | None]:
+def _look(seen: Seen, role: str, operator_name: str, call: int, narrow: bool) -> tuple[list[Fault], Measured | None]:
     axis = 0 if seen.rows is None else seen.rows.axis
     values = to_float(seen.value).detach()
     if values.dim() == 0:
@@ -238,7 +240,7 @@ def _look(seen: Seen, role: str, operator_name: str, call: int) -> tuple[list[Fa
         faults.append(Fault(operator_name, call, role, seen.name, kind, int(flags.sum()), tuple(index), sample, token, block))
     if shadow is None or kept.numel() == 0:
         return faults, None
-    truth = inside(shadow)
+    truth = inside(shadow.to(torch.bfloat16).to(torch.float32) if narrow else shadow)
     both = torch.isfinite(truth) & torch.isfinite(kept)
     truth, got = truth[both].double(), kept[both].double()
     signal, noise = float(truth.square().sum()), float((got - truth).square().sum())
@@ -248,8 +250,8 @@ def _look(seen: Seen, role: str, operator_name: str, call: int) -> tuple[list[Fa
 
 
 class _Watcher:
-    def __init__(self, report: Report, shadow: bool, stop: bool) -> None:
-        self.report, self.shadow, self.stop = report, shadow, stop
+    def __init__(self, report: Report, shadow: bool, narrow: bool, stop: bool) -> None:
+        self.report, self.shadow, self.narrow, self.stop = report, shadow, narrow, stop
         self.busy = False
 
     def _arguments(self, function: Callable, args: tuple, kwargs: dict) -> Mapping[str, Any]:
@@ -261,7 +263,7 @@ class _Watcher:
         self.busy = True  # a shadow may call operators
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                found = [_look(seen, role, name, call) for seen in tensors()]
+                found = [_look(seen, role, name, call, self.narrow) for seen in tensors()]
         finally:
             self.busy = False
         for faults, measured in found:
@@ -299,11 +301,12 @@ def _floats(items: Iterable[tuple[str, Any]]) -> Iterator[Seen]:
 
 
 @contextmanager
-def watch(*, shadow: bool = True, stop: bool = False, limit: int = 100) -> Iterator[Report]:
+def watch(*, shadow: bool | str = True, stop: bool = False, limit: int = 100) -> Iterator[Report]:
     """Watch every operator of this library until the block ends, on all threads.
 
     Args:
-        shadow: also run each operator in FP32, for dB and for values that were cut off. False looks for NaN and Inf only.
+        shadow: also run each operator in FP32, for dB and for values that were cut off: True or ``"fp32"`` compares with FP32 results,
+            ``"bf16"`` with those rounded to BF16. False looks for NaN and Inf only.
         stop: raise ``FloatingPointError`` at the first fault, from inside the operator's call.
         limit: how many faults are kept.
 
@@ -311,12 +314,14 @@ def watch(*, shadow: bool = True, stop: bool = False, limit: int = 100) -> Itera
     """
     if limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
+    if shadow not in (True, False, "fp32", "bf16"):
+        raise ValueError(f"shadow is {shadow!r}; allowed are True, False, 'fp32' and 'bf16'")
     importlib.import_module("lp_fa4.debug.attention")
     for room in ("fused_ops", "modules"):
         if room in sys.modules:
             importlib.import_module(f"{room}.debug")
     report = Report(limit)
-    watcher = _Watcher(report, shadow, stop)
+    watcher = _Watcher(report, bool(shadow), shadow == "bf16", stop)
     operator.watchers.append(watcher)
     try:
         yield report

@@ -179,6 +179,29 @@ def test_without_a_shadow_nothing_is_compared():
         pass
 
 
+def test_against_bf16():
+    """A shadow rounded to BF16: what is itself BF16 arithmetic equals it, MXFP8 keeps its dB; cut-off values are still told in FP32."""
+    module = make()
+    x, offsets = batch(LENGTHS, extra=7)
+    reports = {}
+    for shadow in ("fp32", "bf16"):
+        with debug.watch(shadow=shadow) as reports[shadow]:
+            run(module, x, offsets)
+    assert reports["bf16"].first is None
+    pairs = list(zip(reports["fp32"].tensors, reports["bf16"].tensors, strict=True))
+    assert all((a.operator, a.tensor) == (b.operator, b.tensor) for a, b in pairs)
+    for a, b in pairs:
+        assert b.sqnr > 22
+        # two independent errors: BF16's rounding leaves 50 dB and more
+        assert a.sqnr > 45 or abs(a.sqnr - b.sqnr) < 1.5, (a, b)
+    assert any(a.sqnr != b.sqnr for a, b in pairs)
+    with debug.watch(shadow="bf16") as report:
+        fused_ops.gemm_quantize(torch.full((32, 64), 448.0), torch.eye(64), (0, 32), offsets=offsets_of([32]), exponent=-1)
+    assert report.first.kind == "saturated"
+    with pytest.raises(ValueError, match="shadow is 'fp16'; allowed"), debug.watch(shadow="fp16"):
+        pass
+
+
 def test_compiled_and_under_autocast():
     """Operators are seen from a compiled graph too."""
     torch._dynamo.reset()
