@@ -135,7 +135,8 @@ def _fma(c: Codegen, I: Instr) -> list[str]:
         a, b = (f"bf16_to_f32({c.val(x, 'H')})" if t == "bf16" else f"{c.val(x, 'H')}.view(f16).astype(f32)" for x in A[1:3])
         return c.assign(A[0], f"{a}.astype(f64)*{b}+{c.val(A[3], 'F')}", "F")
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
-        return _half(c, I, "(a.astype(f64)*b+c_).astype(f32)".replace("c_", "c"))
+        # rounded once to f16; to bf16 through float32, which its conversion takes
+        return _half(c, I, "a.astype(f64)*b+c" if "bf16" not in t else "(a.astype(f64)*b+c).astype(f32)")
     only(I, "rn f32 f64 ftz")
     if t == "f64":
         return c.assign(A[0], f"{c.val(A[1], 'E')}*{c.val(A[2], 'E')}+{c.val(A[3], 'E')}", "E")

@@ -1,0 +1,63 @@
+"""Packed 16-bit arithmetic and its conversions, against torch, over bit patterns: each result is one rounding of the exact
+value (but for ``fma`` of bfloat16, which is rounded to float32 first)."""
+
+import pytest
+import torch
+
+from .test_engines_sm90 import run
+
+LOAD = "mov.u32 %r20, %ctaid.x;\nmov.u32 %r21, %ntid.x;\nmad.lo.u32 %r20, %r20, %r21, %r0;\nmul.wide.u32 %rd40, %r20, 4;\n"
+LOAD += "".join(f"add.s64 %rd4{1 + i}, %rd{i}, %rd40;\n" for i in range(4))
+LOAD += "".join(f"ld.global.b32 %r2{4 + i}, [%rd4{1 + i}];\n" for i in range(3))
+STORE = "st.global.b32 [%rd44], %r27;\n"
+DTYPE = {"f16": torch.float16, "bf16": torch.bfloat16}
+EXACT = {
+    "add": lambda a, b, c: a + b,
+    "sub": lambda a, b, c: a - b,
+    "mul": lambda a, b, c: a * b,
+    "fma": lambda a, b, c: a * b + c,
+    "max": lambda a, b, c: torch.fmax(a, b),
+    "min": lambda a, b, c: torch.fmin(a, b),
+}
+
+
+def patterns(kind, seed):
+    """Every bit pattern but those of NaN, in an order of its own."""
+    x = torch.arange(65536).to(torch.int32).to(torch.int16)[torch.randperm(65536, generator=torch.Generator().manual_seed(seed))]
+    return torch.where(x.view(DTYPE[kind]).isnan(), torch.zeros(1, dtype=torch.int16), x)
+
+
+@pytest.mark.parametrize("kind", DTYPE)
+@pytest.mark.parametrize("op", EXACT)
+def test_each_element_is_rounded_once(op, kind):
+    a, b, c = (patterns(kind, seed) for seed in range(3))
+    out = torch.zeros_like(a)
+    sources = "%r24, %r25, %r26" if op == "fma" else "%r24, %r25"
+    rounding = "" if op in ("max", "min") else ".rn"
+    run(f"{LOAD}{op}{rounding}.{kind}x2 %r27, {sources};\n{STORE}", a, b, c, out, grid=64, block=512)
+    exact = EXACT[op](*(x.view(DTYPE[kind]).double() for x in (a, b, c)))
+    # to half NumPy rounds float64 once; to bfloat16 torch goes by way of float32, as the emulator does
+    want = torch.from_numpy(exact.numpy().astype("float16")) if kind == "f16" else exact.to(torch.bfloat16)
+    got = out.view(DTYPE[kind])
+    assert torch.equal(got.nan_to_num(1.5), want.nan_to_num(1.5))
+
+
+def test_conversions_over_every_half():
+    a = patterns("f16", 0)
+    out = torch.zeros_like(a)
+    run(f"{LOAD}cvt.rn.satfinite.e4m3x2.f16x2 %h0, %r24;\nmov.b32 %r27, {{%h0, 0}};\n{STORE}", a, a, a, out, grid=64, block=512)
+    want = a.view(torch.float16).float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(out.view(torch.uint8).reshape(-1, 4)[:, :2].reshape(-1), want)
+    # and back: a code is exact in f16
+    run(f"{LOAD}mov.b32 {{%h0, %h1}}, %r24;\ncvt.rn.f16x2.e4m3x2 %r27, %h0;\n{STORE}", a, a, a, out, grid=64, block=512)
+    codes = a.view(torch.uint8).reshape(-1, 4)[:, :2].reshape(-1)
+    assert torch.equal(out.view(torch.float16).nan_to_num(1.5), codes.view(torch.float8_e4m3fn).half().nan_to_num(1.5))
+
+
+def test_two_floats_to_two_halves():
+    x, y = (torch.randn(32768, generator=torch.Generator().manual_seed(s)) * 2.0 ** torch.randint(-26, 18, (32768,)) for s in (0, 1))
+    out = torch.zeros(65536, dtype=torch.int16)
+    body = f"{LOAD}mov.b32 %f1, %r24;\nmov.b32 %f2, %r25;\ncvt.rn.f16x2.f32 %r27, %f1, %f2;\n{STORE}"
+    run(body, x, y, x, out, grid=64, block=512, registers=".reg .f32 %f<4>;")
+    got = out.view(torch.float16).reshape(-1, 2)  # the first source is the upper half
+    assert torch.equal(got[:, 1], x.half()) and torch.equal(got[:, 0], y.half())
