@@ -70,7 +70,7 @@ def test_bits_at_every_size(tokens, columns):
 
 
 @pytest.mark.parametrize("columns", [128, 384, 512, 1024])
-def test_a_million_rows_and_three(columns):
+def test_a_million_rows_and_three(columns, one_at_a_time):
     """All bits, sequence by sequence (groups are a sequence's own), for the definition holds many copies of what it looks at."""
     from fused_ops.rmsnorm_quantize.kernel import rmsnorm_quantize as kernel
     from tests.fused_ops.kernel_cases import EPS, check_norm, values
@@ -94,7 +94,7 @@ def test_a_million_rows_and_three(columns):
             begin += n
 
 
-def test_offsets_past_two_to_the_31():
+def test_offsets_past_two_to_the_31(one_at_a_time):
     """6 M rows of 384: the last rows equal those of a call of their own, the copy with tokens innermost too."""
     rows, tail = 6_000_000, 5_000
     x = torch.zeros(rows, 384, device=DEVICE, dtype=torch.bfloat16)
