@@ -1,60 +1,80 @@
-"""``python -m tests.modules.pma_emulated``: the whole module on Hopper's kernels in the emulator; one line of JSON.
+"""The whole module on one architecture's kernels, in the emulator: a function for ``tests.emulator.worker`` (``Worker(arch).call``).
 
-A process of its own: the DSL fixes its target at the first import, so nothing may have imported it before.
+Every operation is told to run as that architecture's kernel or to raise, so that nothing of a step can be the reference's in silence.
 """
 
 import contextlib
 import importlib
-import json
+import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
 
-from tests.emulator import capture
-
-OPERATIONS = ("rmsnorm_quantize", "gemm_quantize", "gemm_norm_backward")
+from tests.emulator.api import Result, Schedule
+from tests.emulator.waivers import OURS_SM90
 
 
 @contextlib.contextmanager
-def hopper() -> Iterator[object]:
-    """Calls on CPU tensors go to the sm_90 kernels, which the emulator runs; yields its result."""
+def kernels(arch: str, schedule: Schedule) -> Iterator[Result]:
+    """Calls on CPU tensors go to the kernels of ``arch``, which the emulator runs with the race checker; yields its result."""
     from lp_fa4 import dispatch
-    from tests.emulator.api import Schedule
     from tests.emulator.ours import emulated
 
     backend = importlib.import_module("fused_ops.backend")
-    only = lambda name, device: "" if name == "sm90" else f"{name} is not emulated here"  # noqa: E731
+    family = "sm90" if arch == "sm_90a" else "sm100"
+    only = lambda name, device: "" if name == family else f"{name} is not emulated here"  # noqa: E731
     choose = backend.choose
-    always = lambda op, device, name, reason: choose(op, device, "sm90" if name == "auto" else name, reason)  # noqa: E731
+    always = lambda op, device, name, reason: choose(op, device, family if name == "auto" else name, reason)  # noqa: E731
+    importlib.import_module("modules")
     with contextlib.ExitStack() as stack:
         for module in (dispatch, backend):
             stack.enter_context(mock.patch.object(module, "device_reason", only))
-        for operation in OPERATIONS:
-            stack.enter_context(mock.patch.object(importlib.import_module(f"fused_ops.{operation}.interface"), "choose", always))
-        yield stack.enter_context(emulated(Schedule("eager", 0)))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fused_ops.") and getattr(module, "choose", None) is choose and module is not backend:
+                stack.enter_context(mock.patch.object(module, "choose", always))
+        yield stack.enter_context(emulated(schedule, arch, check=True, waivers=OURS_SM90))
 
 
-def main() -> None:
-    capture.install("sm_90a")
+def short(name: str) -> str:
+    """Class of a launched kernel, after its file: ``forward_kernel Forward`` of a mangled name."""
+    found = re.match(r"kernel_cutlass_[a-z]+_(?:lp_fa4|fused_ops)(\w+?)([A-Z]\w*?)_object_at", name)
+    return " ".join(found.groups()) if found else name
+
+
+def compare(
+    arch: str,
+    *,
+    dim: int,
+    heads: int,
+    seeds: int,
+    lengths: list[int],
+    numerics: dict,
+    value_proj: bool = False,
+    schedule: str = "eager",
+) -> dict:
+    """Decibels of a module's output and gradients against FP64, by tensor: ``found`` by the kernels, ``allowed`` by the CPU reference with
+    the same choices. ``kernels``: launches by kernel; ``targets``: what they were compiled for. ``clean``: rows past the end and empty
+    samples are exactly 0. ``numerics``: fields of ``modules.Numerics``."""
     import torch
 
     from modules import Numerics
     from tests.modules.common import batch, exact, make, ratios, run
 
-    choices = Numerics(scales="static", key_projection="e4m3x2")
-    x, offsets = batch([33, 0, 70, 1], extra=5, dtype=torch.bfloat16, offsets_dtype=torch.int32)
-    module = make(dim=128, num_heads=2, num_seeds=64, numerics=choices)
-    with hopper() as result:
+    choices = Numerics(**numerics)
+    shape = {"dim": dim, "num_heads": heads, "num_seeds": seeds, "numerics": choices, "value_proj": value_proj}
+    x, offsets = batch(lengths, extra=5, dim=dim, dtype=torch.bfloat16, offsets_dtype=torch.int32)
+    torch.use_deterministic_algorithms(False)  # the reducing kernels, as a user runs them
+    module = make(**shape)
+    with kernels(arch, Schedule(schedule)) as result:
         got = run(module, x, offsets)
-    want = run(make(dim=128, num_heads=2, num_seeds=64, numerics=choices, backend="reference"), x, offsets)
+    want = run(make(**shape, backend="reference"), x, offsets)
     truth = exact(module, x, offsets)
-    report = {
-        "found": ratios(got, truth),
-        "allowed": ratios(want, truth),
-        "kernels": [launch.name for launch in result.launches],
-        "tail and empty sample are zero": not got[1][104:].any() and not got[0][1].any(),
+    used, empty = sum(lengths), [b for b, n in enumerate(lengths) if n == 0]
+    return {
+        "found": {k: float(v) for k, v in ratios(got, truth).items()},
+        "allowed": {k: float(v) for k, v in ratios(want, truth).items()},
+        "kernels": Counter(short(launch.name) for launch in result.launches),
+        "targets": sorted({m[1] for launch in result.launches if (m := re.search(r"\.target\s+(\w+)", launch.ptx))}),
+        "clean": not bool(got[1][used:].any()) and not any(bool(got[0][b].any()) for b in empty),
     }
-    print(json.dumps(report, default=float))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,63 @@
-"""The whole module on Hopper's kernels, executed by the emulator: norm, projection, attention, and the backward of all three."""
-
-import json
-import subprocess
-import sys
+"""The whole module on the kernels of each architecture, executed by the emulator: norm, projections, attention, and the backward of all."""
 
 import pytest
+
+from tests.emulator.worker import Worker
 
 pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
 pytestmark = pytest.mark.emulator
 
+BATCH = {"lengths": [33, 0, 70, 1]}
+NORM = ("rmsnorm_quantizevectors SampledMean", "rmsnorm_quantizestaged StagedNorm", "commonsequence_vectors SumTiles")
+WEIGHTS = ("gemm_quantizeweights_kernel ProjectionWeight", "gemm_quantizeweights_kernel Bound")
+BACK = ("gemm_norm_backwardweight_gradient WeightGradient", "gemm_norm_backwardinput_gradient InputGradient")
+BLACKWELL = (
+    *NORM,
+    *WEIGHTS,
+    "gemm_quantizesm100 BlackwellGemm",
+    "commonscatter_scales ScatterScales",
+    "sm100forward_kernel Forward",
+    "sm100backward_prepass Prepass",
+    "sm100backward_kernel Backward",
+    "sm100backward_postpass Postpass",
+    *BACK,
+)
+"""Every kernel of a training step on Blackwell."""
 
-def test_module_equals_the_reference():
-    """Error against FP64 at most 1.12 times (1 dB) that of the reference with the same choices; every step of it was a kernel's."""
-    done = subprocess.run([sys.executable, "-m", "tests.modules.pma_emulated"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (report,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+def compare(arch: str, **arguments) -> dict:
+    """``pma_emulated.compare`` in a process of its own: every tensor's error against FP64 at most 1.12 times (1 dB) that of the CPU
+    reference with the same choices, zeros where they are due, every launch compiled for ``arch``."""
+    worker = Worker(arch)
+    try:
+        report = worker.call("tests.modules.pma_emulated:compare", **BATCH, **arguments)
+    finally:
+        worker.close()
     found, allowed = report["found"], report["allowed"]
     assert len(allowed) > 5 and all(found[name] > allowed[name] - 1 for name in allowed), (found, allowed)
-    assert report["tail and empty sample are zero"] is True
-    names = " ".join(report["kernels"])
+    assert report["clean"] and report["targets"] == [arch]
+    return report["kernels"]
+
+
+def test_hopper():
+    """Static scales, two heads of 64."""
+    ran = " ".join(compare("sm_90a", dim=128, heads=2, seeds=64, numerics={"scales": "static", "key_projection": "e4m3x2"}))
     for part in ("rmsnorm_quantize", "gemm_quantize", "forward", "backward", "gemm_norm_backward"):
-        assert part in names, (part, names)
+        assert part in ran, (part, ran)
+
+
+@pytest.mark.parametrize(
+    "arguments, products",
+    [
+        ({"heads": 2, "seeds": 64, "numerics": {"scales": "square", "key_projection": "e4m3x2"}}, 1),
+        ({"heads": 1, "seeds": 40, "numerics": {"scales": "token", "key_projection": "bf16"}, "value_proj": True}, 2),
+    ],
+)
+def test_blackwell(arguments, products):
+    """Every fused operation of forward and backward is launched, as code for sm_100a, and nothing else is: heads of 64 with 32 x 32 blocks
+    and E4M3 weights, a head of 128 with token blocks, BF16 weights and a value projection."""
+    ran = compare("sm_100a", dim=128, **arguments)
+    assert set(ran) == {*BLACKWELL, "sm90worklist WorkList"}, ran
+    assert ran["gemm_quantizesm100 BlackwellGemm"] == products
+    once = ("rmsnorm_quantizestaged StagedNorm", "sm100forward_kernel Forward", "sm100backward_kernel Backward", *BACK)
+    assert all(ran[name] == 1 for name in once), ran

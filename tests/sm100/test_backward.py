@@ -67,14 +67,3 @@ def test_no_keys_or_no_queries_at_all(grads):
         for name in ("dq", "dk", "dv", "dv_mean"):
             assert torch.equal(values(getattr(got, name)), values(getattr(want, name))), name
         assert torch.count_nonzero(got.dq) == 0
-
-
-def test_module_forward_and_backward(blackwell):
-    """PMA on these kernels: every gradient within 1 dB of the CPU reference's error against FP64. Head dimension 64, an empty sequence."""
-    found = blackwell.call("tests.sm100.module:compare", dim=128, heads=2, seeds=64, lengths=[33, 0, 70, 1])
-    names = " ".join(found["names"])
-    for part in ("rmsnorm_quantize", "forward_kernel", "backward_prepass", "backward_kernel", "backward_postpass"):
-        assert part in names, (part, names)
-    assert found["clean"]
-    for name, allowed in found["reference"].items():
-        assert found["ours"][name] > allowed - 1, (name, found["ours"], found["reference"])
