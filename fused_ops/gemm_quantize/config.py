@@ -27,7 +27,8 @@ class GemmSpec:
     ``contracted``, ``columns``: K and N of ``x [T, K] @ w [N, K]^T``. ``form``: a key of ``FORMS``. ``x_tokens``, ``x_width``: the scale
     block of x, 0 tokens for static (0 columns: x has no scales). ``w_static``: one row of scales for all of w's rows, else one for 32.
     ``w_width``: K under one scale of w. ``block_tokens``, ``width``: block of the result. ``dense``: one sequence, no offsets.
-    ``turns``: the warpgroups multiply in turn, one's products beside the other's epilogue.
+    ``turns``: the warpgroups multiply in turn, one's products beside the other's epilogue. ``one_scale``: both parts of w have the same
+    scales, so that their products add up together.
     """
 
     contracted: int
@@ -41,6 +42,7 @@ class GemmSpec:
     width: int
     dense: bool
     turns: bool = True
+    one_scale: bool = False
 
     @property
     def static(self) -> bool:
@@ -92,6 +94,16 @@ class GemmSpec:
         return 32 if self.static else self.width
 
     @property
+    def scale_parts(self) -> int:
+        """Sums of a chunk that have a factor of their own."""
+        return 1 if self.one_scale else self.parts
+
+    @property
+    def folded(self) -> bool:
+        """The inverse of the result's exponents is part of w's factors: all three are known before the first tile."""
+        return self.static and self.scaled and self.x_tokens == 0
+
+    @property
     def column_tile(self) -> int:
         """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
         row = self.parts * self.steps * 128
@@ -134,7 +146,7 @@ class GemmSpec:
     @property
     def w_table(self) -> int:
         """Factors of w in shared memory, whole vectors of four."""
-        return (self.column_tile // 32 * self.chunks * self.parts + 3) // 4 * 4
+        return (self.column_tile // 32 * self.chunks * self.scale_parts + 3) // 4 * 4
 
 
 def form_of(x: Sequence[Tensor], x_blocks: Sequence[int], w: Sequence[Tensor], w_blocks: Sequence[int]) -> tuple[str, str]:
@@ -157,15 +169,18 @@ def spec_of(
     w_blocks: Sequence[int],
     block: Sequence[int],
     dense: bool,
+    w_scale: Sequence[Tensor] = (),
 ) -> tuple[GemmSpec | None, str]:
-    """The Hopper kernel's compile key of a call on flattened operands, or None and why there is none."""
+    """The Hopper kernel's compile key of a call on flattened operands, or None and why there is none. ``w_scale``: whether both parts of w
+    have one scale tensor is part of the key."""
     form, reason = form_of(x, x_blocks, w, w_blocks)
     if reason:
         return None, reason
     x_block, w_block = ((x_blocks[0], x_blocks[1]), (w_blocks[0], w_blocks[1])) if form != "bf16" else ((0, 0), (0, 0))
     spec = GemmSpec(
-        x[0].shape[1], w[0].shape[0], form, min(x_block[0], 32), x_block[1], w_block[0] == 0, w_block[1], block[0], block[1], dense
-    )
+        x[0].shape[1], w[0].shape[0], form, min(x_block[0], 32), x_block[1], w_block[0] == 0, w_block[1], block[0], block[1], dense,
+        one_scale=len(w_scale) == 2 and w_scale[0].data_ptr() == w_scale[1].data_ptr(),
+    )  # fmt: skip
     return spec, unsupported(spec)
 
 

@@ -32,7 +32,7 @@ def gemm_quantize_op(
     """Codes and scale of the product, its swizzled scales of axis 0 and of axis 1, uint8; empty where not asked for."""
     axes, shape, dense = tuple(scale_axes or ()), (block[0], block[1]), offsets is None
     tokens, columns = x[0].shape[0], w[0].shape[0]
-    hopper, reason = spec_of(x, x_block, w, w_block, block, dense)
+    hopper, reason = spec_of(x, x_block, w, w_block, block, dense, w_scale)
     blackwell, other = blackwell_spec_of(x, x_block, w, w_block, block, dense, axes)
     long = f"x has {tokens} rows; the kernel counts them in 32 bits" if tokens >= 2**31 else ""
     chosen = choose("gemm_quantize", x[0].device, backend, {"sm90": reason or long, "sm100": other or long})

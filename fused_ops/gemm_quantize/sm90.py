@@ -5,10 +5,12 @@ run side by side, so x comes from L2 for all but the first of them. Roles: ``sm9
 
 What the definition leaves open is the order and width of the sums. FP8 wgmma aligns the 32 products of an instruction and its accumulator
 to the largest of them and keeps some 13 bits below: each term loses less than 2^-13 of the largest. At most 128 of K (four instructions)
-meet in one such sum (``GemmSpec.chunk``), which is then scaled, exactly, and added in FP32. So a chunk's sum is off by less than
-``4 * 33 * 2^-13`` of its largest term or partial sum in the worst case. Of random rows, an adder of 14 bits (emulated) makes 2^-16 of
-``sum |x_k w_k|`` on average and 2^-12 at most; on an H200 each of 128 million codes is that of a sum within 2^-11 of it, where a code's own
-rounding is 2^-4. Where every partial sum fits 13 bits it is exact. BF16 products are summed in one FP32 accumulator. Everything after the
+meet in one such sum (``GemmSpec.chunk``), which is then scaled, exactly, and added in FP32; where a weight's two parts have one scale, the
+low part's four come first, under largest terms that are a sixteenth of those to come. So a chunk's sum is off by less than
+``4 * 33 * 2^-13`` of its largest term or partial sum in the worst case (a sixteenth more with a low part). Of random rows, an adder of 14
+bits (emulated) makes 2^-16 of ``sum |x_k w_k|`` on average and 2^-12 at most, with a low part before or apart from the high one (four times
+as much with the low part after it); on an H200 each of 128 million codes is that of a sum within 2^-11 of it, where a code's own rounding
+is 2^-4. Where every partial sum fits 13 bits it is exact. BF16 products are summed in one FP32 accumulator. Everything after the
 sum is the definition's, bit for bit.
 """
 
@@ -22,7 +24,7 @@ from cutlass.utils import hopper_helpers as hopper
 from torch import Tensor
 
 from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE, GemmSpec, unsupported
-from fused_ops.gemm_quantize.sm90_roles import FIELDS, HALF, consume, fill_tables, produce
+from fused_ops.gemm_quantize.sm90_roles import FIELDS, HALF, consume, fill_tables, fold_inverse, produce
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import scale_rows, sf_tiles
@@ -159,13 +161,14 @@ class GemmQuantize:
         )  # fmt: skip
         fill_tables(spec, t, s)
         cute.arch.sync_threads()
+        careful = fold_inverse(spec, t, s) if const_expr(spec.folded) else Int32(0)
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == 0:
                 produce(spec, t, s, bars)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            consume(spec, t, s, bars, mma)
+            consume(spec, t, s, bars, mma, careful)
 
 
 @kernel_cache
@@ -184,7 +187,7 @@ def _compile_gemm_quantize(arch: str, offsets_dtype: str | None, spec: GemmSpec)
         w[1] if spec.parts == 2 else None,
         scale(),
         scale(),
-        scale() if spec.parts == 2 else None,
+        scale() if spec.scale_parts == 2 else None,
         None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
         fake("uint8", (1, spec.columns // spec.width), align=1, compact=True) if spec.static else None,
         fake("uint8", (tokens, spec.columns), compact=True),
@@ -227,7 +230,7 @@ def gemm_quantize(
         weights[1] if spec.parts == 2 else None,
         x_scale[0].contiguous() if spec.scaled else None,
         factors[0] if spec.scaled else None,
-        factors[1] if spec.parts == 2 else None,
+        factors[1] if spec.scale_parts == 2 else None,
         offsets,
         given,
         codes,

@@ -61,10 +61,12 @@ def block_bytes(spec: cutlass.Constexpr, s, total: cute.Tensor, inside, wg: Int3
 @cute.jit
 def encode(spec: cutlass.Constexpr, total: cute.Tensor, j: cutlass.Constexpr, row: cutlass.Constexpr, inside, inverse, byte):
     """Codes of row ``row`` in column groups ``j`` and ``j + 1``, two bytes each, as one word; 0 for a row that is not ``inside``."""
-    values = [total[c + 2 * row + 4 * (j + i)] * inverse for i in range(2) for c in range(2)]
+    values = [total[c + 2 * row + 4 * (j + i)] for i in range(2) for c in range(2)]
+    if const_expr(not spec.folded):
+        values = [v * inverse for v in values]
     word = Int32(0)
     if const_expr(spec.static):
-        word = e4m3x4(*[nan_unless_finite(v) for v in values])
+        word = e4m3x4(*(values if const_expr(spec.folded) else [nan_unless_finite(v) for v in values]))
         word = word if inside else Int32(0)
     else:
         word = e4m3x4(*values)
@@ -73,8 +75,9 @@ def encode(spec: cutlass.Constexpr, total: cute.Tensor, j: cutlass.Constexpr, ro
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, parity: Int32):
-    """Quantize and store a warpgroup's half tile. ``at``: its place, as ``sm90_roles.place`` has it, moved to the half."""
+def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, parity: Int32, careful: Int32):
+    """Quantize and store a warpgroup's half tile. ``at``: its place, as ``places.place`` has it, moved to the half. ``careful``: the
+    inverse of the exponents is not in ``total`` yet (``sm90_roles.fold_inverse``)."""
     tid, _, _ = cute.arch.thread_idx()
     warp, lane = tid % 128 // 32, tid % 32
     quad = lane % 4
@@ -98,6 +101,10 @@ def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, par
     inverses, given = [], s.inverse
     for n in cutlass.range_constexpr(spec.column_tile // 32):
         inverses.append(given[n] if const_expr(spec.static) else inverse_of_byte(bytes_[32 * n // spec.width]))
+    if const_expr(spec.folded):  # noqa: SIM102 - one is decided at compile time
+        if careful != 0:
+            for i in cutlass.range_constexpr(spec.column_tile // 2):
+                total[i] = nan_unless_finite(total[i] * inverses[i // 16])
     places = [(j, r) for j in range(0, spec.column_tile // 8, 2) for r in range(2)]
     words = []
     for j, r in places:

@@ -14,7 +14,7 @@ from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE
 from fused_ops.gemm_quantize.sm90_epilogue import finish
 from fused_ops.places import first_sequence, place
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import inverse_of_byte, scale_of_byte
+from lp_fa4.common.numbers import inverse_of_byte, scale_of_byte, warp_max
 from lp_fa4.common.sequence import GROUP
 
 FIELDS = 5
@@ -22,6 +22,8 @@ FIELDS = 5
 
 TURN = 1  # first of two named barriers
 HALF = TILE // 2
+LARGEST_FACTOR = 2.0**80
+"""Sums of up to 2^15 pairs of E4M3 of up to 448 stay in FP32 under it."""
 
 
 @cute.jit
@@ -88,12 +90,12 @@ def fill_tables(spec: cutlass.Constexpr, t, s):
     w_factors, inverse = s.w_factors, s.inverse
     if const_expr(spec.scaled):
         for entry in cutlass.range(tid, spec.w_table, t.threads):
-            i = cutlass.min(entry, tile_blocks * spec.chunks * spec.parts - 1)
+            i = cutlass.min(entry, tile_blocks * spec.chunks * spec.scale_parts - 1)
             n, chunk = i % tile_blocks, i // tile_blocks % spec.chunks
             k = chunk * spec.chunk
             row = Int32(0) if const_expr(spec.w_static) else cutlass.min(t.column * tile_blocks + n, spec.columns // 32 - 1)
             byte = Int32(t.w_scale[0][row, k // spec.w_width])
-            if const_expr(spec.parts == 2):  # noqa: SIM102 - one is decided at compile time
+            if const_expr(spec.scale_parts == 2):  # noqa: SIM102 - one is decided at compile time
                 if i // (tile_blocks * spec.chunks) == 1:
                     byte = Int32(t.w_scale[1][row, k // spec.w_width])
             factor = scale_of_byte(byte)
@@ -107,6 +109,29 @@ def fill_tables(spec: cutlass.Constexpr, t, s):
 
 
 @cute.jit
+def fold_inverse(spec: cutlass.Constexpr, t, s) -> Int32:
+    """Multiply the inverse of the result's exponents into w's factors, by all threads: sums then come out as they are to be rounded.
+
+    Powers of two: no rounding changes. Returns 0; or 1, and nothing is multiplied, where a sum could pass FP32's end on the way, which the
+    epilogue has to see.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    w_factors, inverse = s.w_factors, s.inverse
+    tile_blocks = spec.column_tile // 32
+    large = Int32(0)
+    for i in cutlass.range(tid % 32, spec.w_table, 32, unroll=1):
+        if w_factors[i] * inverse[i % tile_blocks] > LARGEST_FACTOR:
+            large = Int32(1)
+    large = warp_max(large)
+    cute.arch.sync_threads()
+    if large == 0:
+        for i in cutlass.range(tid, spec.w_table, t.threads, unroll=1):
+            w_factors[i] = w_factors[i] * inverse[i % tile_blocks]
+    cute.arch.sync_threads()
+    return large
+
+
+@cute.jit
 def release(barrier):
     """One arrival per warp."""
     with cute.arch.elect_one():
@@ -115,20 +140,18 @@ def release(barrier):
 
 @cute.jit
 def issue(mma, accumulator, a, b, begin: cutlass.Constexpr, end: cutlass.Constexpr, resume: cutlass.Constexpr):
-    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage, as one wgmma group."""
-    warpgroup.fence()
+    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage. The caller fences before and commits after."""
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, resume)
     for i in cutlass.range_constexpr(begin, end):
         cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 @cute.jit
 def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, group: Int32, partial: cute.Tensor, total: cute.Tensor):
     """``total += partial * factor`` of unit ``unit``; the first one starts the total."""
-    k, part = unit // spec.parts, unit % spec.parts
+    k, part = unit // spec.scale_parts, unit % spec.scale_parts
     tile_blocks = spec.column_tile // 32
     w_factors, x_factors = s.w_factors, s.x_factors
     row_factor = Float32(1.0)
@@ -146,13 +169,15 @@ def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, gr
 def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, partials, slot: Int32, stage: Int32, phase: Int32):
     """Products of a half tile, chunk by chunk and part by part. Returns the place of the last stage; the last unit's partial sums are still
     to be waited for and added."""
-    # A unit is one part of one chunk; chunks do not cross stages.
+    # A unit is one part of one chunk, or both where they have one scale: the low part first, while sums are as small as its own products,
+    # for what an instruction loses is a share of the largest of its terms and its running sum. Chunks do not cross stages.
     per_stage = spec.stage_columns // spec.chunk
     instructions = spec.chunk // 32
-    units = spec.chunks * spec.parts
+    together = spec.parts // spec.scale_parts
+    units = spec.chunks * spec.scale_parts
     previous = stage
     for u in cutlass.range_constexpr(units):
-        k, part = u // spec.parts, u % spec.parts
+        k, part = u // spec.scale_parts, u % spec.scale_parts
         within = k % per_stage
         if const_expr(within == 0 and part == 0):
             if const_expr(k > 0):
@@ -162,8 +187,11 @@ def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, par
                     stage, phase = Int32(0), phase ^ 1
             cute.arch.mbarrier_wait(bars.full + stage, phase)
         last = min(within * instructions + instructions, -(-(spec.contracted - (k - within) * spec.chunk) // 32))
-        w = c.w[None, None, None, (k // per_stage) * spec.parts + part]
-        issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, False)
+        warpgroup.fence()
+        for p in cutlass.range_constexpr(together):
+            w = c.w[None, None, None, (k // per_stage) * spec.parts + part + together - 1 - p]
+            issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, p > 0)
+        warpgroup.commit_group()
         if const_expr(u > 0):
             warpgroup.wait_group(1)
             if const_expr(within == 0 and part == 0):
@@ -184,7 +212,9 @@ def multiply_plain(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: 
                 stage, phase = Int32(0), phase ^ 1
         cute.arch.mbarrier_wait(bars.full + stage, phase)
         last = min(4, -(-(spec.contracted - k * spec.stage_columns) // 16))
+        warpgroup.fence()
         issue(c.mma, total, c.x[None, None, None, stage], c.w[None, None, None, k], 0, last, k > 0)
+        warpgroup.commit_group()
         if const_expr(k > 0):
             warpgroup.wait_group(1)
             release(bars.empty + previous)
@@ -202,8 +232,8 @@ def advance(spec: cutlass.Constexpr, stage: Int32, phase: Int32, count: cutlass.
 
 
 @cute.jit
-def consume(spec: cutlass.Constexpr, t, s, bars, mma):
-    """Consumer loop of one thread."""
+def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
+    """Consumer loop of one thread. ``careful``: see ``fold_inverse``."""
     tid, _, _ = cute.arch.thread_idx()
     item = s.item
     wg = cute.arch.make_warp_uniform((tid - 128) // 128)
@@ -237,7 +267,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
                 cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
             release(bars.empty + stage)
-            last = spec.chunks * spec.parts - 1
+            last = spec.chunks * spec.scale_parts - 1
             promote(spec, s, last, slot, c.group, partials[last % 2], total)
         else:
             stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
@@ -246,7 +276,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
             warpgroup.wait_group(0)
             release(bars.empty + stage)
         release(bars.item_empty + slot)
-        finish(spec, t, s, at, total, wg, parity)
+        finish(spec, t, s, at, total, wg, parity, careful)
         parity = parity ^ 1
         stage, phase = advance(spec, stage, phase, spec.steps + 1)
         slot = slot + 1

@@ -33,7 +33,8 @@ NORMS = {
 
 
 PRODUCTS = {
-    "module, pair": dict(form="e4m3x2", x_tokens=0, x_width=128, w_width=128, block_tokens=0, width=128),
+    "module, pair": dict(form="e4m3x2", x_tokens=0, x_width=128, w_width=128, block_tokens=0, width=128, one_scale=True),
+    "module, pair of two scales": dict(form="e4m3x2", x_tokens=0, x_width=128, w_width=128, block_tokens=0, width=128),
     "module, BF16": dict(form="bf16", x_tokens=0, x_width=0, w_width=0, block_tokens=0, width=128),
     "token blocks": dict(form="e4m3", x_tokens=32, x_width=128, w_width=128, block_tokens=32, width=128),
     "square blocks, pair": dict(form="e4m3x2", x_tokens=32, x_width=32, w_width=32, block_tokens=32, width=32),

@@ -161,9 +161,11 @@ def gemm(
     exact: bool = False,
     int64: bool = False,
     axes: tuple[int, ...] = (),
+    given: int = 6,
     seed: int = 0,
 ) -> Case:
-    """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN."""
+    """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN. ``given``: exponent of a static result. Odd ``seed``:
+    the low part of the weight has scales of its own."""
     poison()
     offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
     used = tokens if lengths is None else sum(lengths)
@@ -173,7 +175,7 @@ def gemm(
         (x if isinstance(x, Tensor) else x.codes)[row, 3] = torch.nan if isinstance(x, Tensor) else 0x7F
     exponent = None
     if block[0] == 0:
-        exponent = torch.full((columns // block[1],), 6, dtype=torch.int32)
+        exponent = torch.full((columns // block[1],), given, dtype=torch.int32)
         exponent[:1] -= 9
 
     def call() -> tuple[Tensor, Tensor, tuple]:
@@ -186,7 +188,7 @@ def gemm(
                 spec, reason = config.blackwell_spec_of(*operands_, axes)
                 assert spec is not None and not reason, reason
                 return sm100.gemm_quantize(*left, *right, offsets, exponent, spec)
-            hopper, reason = config.spec_of(*operands_)
+            hopper, reason = config.spec_of(*operands_, right.scales)
             assert hopper is not None and not reason, reason
             return *sm90.gemm_quantize(left.payloads, left.scales, right.payloads, right.scales, offsets, exponent, hopper), (None, None)
 

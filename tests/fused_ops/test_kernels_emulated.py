@@ -41,6 +41,10 @@ PRODUCTS = {
     "the module, static": dict(
         lengths=[5, 131], contracted=128, columns=128, x_block=[0, 64], w_block=[32, 64], block=[0, 64], capacity=70, axes=[0]
     ),
+    "static, two scales": dict(lengths=[5, 131], contracted=256, columns=64, x_block=[0, 128], w_block=[32, 128], block=[0, 64], seed=1),
+    "static, exponents far below the sums": dict(
+        lengths=[40], contracted=128, columns=64, x_block=[0, 128], w_block=[32, 128], block=[0, 32], exact=True, given=-80
+    ),
     "exact sums, square": dict(lengths=[0, 1, 33, 0, 200, 0], contracted=96, columns=96, exact=True, capacity=9, bad=[1, 40], axes=[0, 1]),
     "blocks of a tile, BF16": dict(lengths=[0, 130, 31], contracted=96, columns=64, form="bf16", block=[128, 64], capacity=3, int64=True),
     "dense, two tiles of columns": dict(lengths=None, tokens=140, contracted=160, columns=160, form="e4m3", block=[32, 32]),
