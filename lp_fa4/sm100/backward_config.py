@@ -11,6 +11,10 @@ from lp_fa4.sm100.config import ARCHS, HEAD_DIMS
 
 TILE = 128
 """Keys of a key tile, queries of a query tile."""
+PAIR = 2 * TILE
+"""Keys of a pair of CTAs (``backward_pair_kernel``)."""
+BLOCK_FACTORS = 4
+"""Values of a block of 32 queries for the two-CTA kernel (``backward_pair_tables``)."""
 STAT_POWER = 3
 """Place of a query's power of two on FP16 sums of dQ among its statistics (``BackwardSpec.stats``)."""
 DQ_COLUMNS = 32
@@ -75,16 +79,17 @@ class BackwardTuning:
             )
 
 
-def backward_tuning(arch: str, spec: BackwardSpec) -> BackwardTuning:
-    """Tuning row of a variant on ``"sm_100a"`` or ``"sm_103a"``."""
+def backward_tuning(arch: str, spec: BackwardSpec, pairs: bool = False) -> BackwardTuning:
+    """Tuning row of a variant, by pairs of CTAs or not, on ``"sm_100a"`` or ``"sm_103a"``."""
     if arch not in ARCHS:
         raise ValueError(f"arch is {arch!r}; allowed are {', '.join(map(repr, ARCHS))}")
-    return BackwardTuning()
+    return BackwardTuning(compute_registers=152, other_registers=112) if pairs else BackwardTuning()
 
 
 @dataclass(frozen=True)
 class PrepassSpec:
-    """Compile-time choices of the pre-pass: see ``backward_prepass``."""
+    """Compile-time choices of the pre-pass: see ``backward_prepass``. ``token_blocks``: one exponent of dO for 32 rows and the whole head
+    dimension, for the two-CTA kernel."""
 
     head_dim: int
     jagged: bool
@@ -96,6 +101,7 @@ class PrepassSpec:
     causal: bool = False
     dq_half: bool = False
     dq_scale_log2: int | None = None
+    token_blocks: bool = False
 
 
 def stat_values(dq_half: bool) -> int:

@@ -1,7 +1,8 @@
 """Backward attention on Blackwell: from an ``AttentionProblem`` and its forward's result to gradients, in three launches and a work list.
 
 ``backward_prepass`` (dO8, statistics) → ``backward_kernel`` (dK, dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). The rounding points
-are the reference's: dO and dS in 32 x 32 blocks.
+are the reference's: dO and dS in 32 x 32 blocks. Or, by :func:`takes_pairs`, ``backward_pair_kernel`` in the middle, with one exponent of
+dO for 32 rows and a head.
 """
 
 from typing import Any
@@ -14,9 +15,11 @@ from lp_fa4.config import LOG2_E, AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows, scale_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
-from lp_fa4.sm100.backward_config import STAT_POWER, TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
+from lp_fa4.sm100.backward_config import BLOCK_FACTORS, PAIR, STAT_POWER, TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
 from lp_fa4.sm100.backward_items import item_capacity, work_items
+from lp_fa4.sm100.backward_pair_tables import pair_tables
 from lp_fa4.sm100.config import ARCHS, HEAD_DIMS
+from lp_fa4.sm100.forward_host import token_scales
 from lp_fa4.sm100.scale_atoms import SF_ATOM, scale_atoms
 
 SHARED_REPLICAS = {torch.float32: 8, torch.float16: 32}
@@ -24,23 +27,50 @@ SHARED_REPLICAS = {torch.float32: 8, torch.float16: 32}
 many additions that their rounding shows (768 sequences of 4,096 keys: 768 a buffer, an error of about 2^-12 sqrt(768 / 2) = 0.5%)."""
 
 
+def takes_pairs(config: AttentionConfig) -> bool:
+    """The rule of choice between the two main kernels: pairs of CTAs where every scale is wanted outside the products, dO's too. Not
+    by default: it is predicted to help where dQ's reductions bind (``BACKWARD.md``), and has to be measured first."""
+    return config.operand_scales == "outside" and tuple(config.do_block) == (32, 0)
+
+
+def reason_against_pairs(blocks: tuple[tuple[int, int], ...], head_dim: int) -> str:
+    """Why the two-CTA kernel cannot serve operands q, k, v with these scale blocks; "" if it can."""
+    for name, block in zip("qkv", blocks, strict=True):
+        if block[1] != head_dim:
+            return (
+                f'{name} has blocks {block}; with operand_scales="outside" and do_block=(32, 0) (pairs of CTAs) '
+                f"the width must be head_dim = {head_dim}"
+            )
+    return ""
+
+
 def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
     """Why these kernels cannot serve a backward with this head dimension and these choices, in words; "" if they can."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim is {head_dim}; sm100 kernels serve {', '.join(map(str, HEAD_DIMS))}"
-    required: dict[str, object] = dict(round_p=True, round_do=True, round_ds=True, do_block=(32, 32))
+    pairs = takes_pairs(config)
+    required: dict[str, object] = dict(round_p=True, round_do=True, round_ds=True)
+    if tuple(config.do_block) != (32, 32) and not pairs:
+        return (
+            f"config.do_block is {config.do_block}; the sm100 backward serves (32, 32), and (32, 0) with "
+            'operand_scales="outside" (pairs of CTAs)'
+        )
+    if pairs:
+        required["ds_block"] = None
     if config.grad_format == "mxfp8":
         required["grad_block"] = (32, 32)
     for name, value in required.items():
         if getattr(config, name) != value:
             return f"config.{name} is {getattr(config, name)}; the sm100 backward serves {value}"
-    if config.ds_block not in ((32, 32), None):
+    if not pairs and config.ds_block not in ((32, 32), None):
         return f"config.ds_block is {config.ds_block}; the sm100 backward serves (32, 32) and None, which is the same"
     return ""
 
 
 def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor, dlse: Tensor | None) -> None:
     reason = reason_against_backward(problem.head_dim, problem.config)
+    if not reason and takes_pairs(problem.config):
+        reason = reason_against_pairs((problem.q.block, problem.k.block, problem.v.block), problem.head_dim)
     if reason:
         raise ValueError(reason)
     if problem.q_mean is not None:
@@ -93,6 +123,8 @@ def run(
     if p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0:
         return _empty(p, mxfp8)
     from lp_fa4.sm100.backward_kernel import compile_main
+    from lp_fa4.sm100.backward_pair_kernel import compile_pair
+    from lp_fa4.sm100.backward_pair_norms import compile_norms
     from lp_fa4.sm100.backward_postpass import compile_postpass
     from lp_fa4.sm100.backward_prepass import compile_prepass
 
@@ -112,14 +144,18 @@ def run(
         p_scale_log2=config.p_scale_backward_log2,
     )
     serial = deterministic and not p.shared_q
-    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial)
-    ctas = min(processors, item_capacity(p.tokens, batch, serial) * kv_heads)
+    pairs = takes_pairs(config)
+    keys = PAIR if pairs else TILE
+    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, causal=p.causal, serial=serial, keys_per_item=keys)
+    # of CTAs, or of pairs: who takes an item
+    workers = min(max(processors // (keys // TILE), 1), item_capacity(p.tokens, batch, serial, keys) * kv_heads)
     rows = tile_rows(queries, p.rows, batch)
     dq_rows = -(-p.q.shape[0] // TILE) if p.shared_q else rows
-    replicas = 1 if not p.shared_q else ctas if deterministic else min(SHARED_REPLICAS[config.dq_dtype], ctas)
+    replicas = 1 if not p.shared_q else workers if deterministic else min(SHARED_REPLICAS[config.dq_dtype], workers)
     empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
     do8 = empty(torch.uint8, p.rows, heads, d)
-    sf_do, sf_dot = (empty(torch.uint8, rows, heads, SF_ATOM) for _ in range(2))
+    sf_do, sf_dot = (None if pairs else empty(torch.uint8, rows, heads, SF_ATOM) for _ in range(2))
+    blocks = empty(torch.float32, rows, heads, TILE // 32 * BLOCK_FACTORS) if pairs else None
     stats = empty(torch.float32, rows, heads, spec.stats * TILE)
     sums = empty(torch.float32, rows, heads, d)
     partial = torch.zeros(replicas * dq_rows, heads, TILE * d, dtype=config.dq_dtype, device=device)
@@ -139,6 +175,7 @@ def run(
         causal=p.causal,
         dq_half=half,
         dq_scale_log2=config.dq_scale if half and isinstance(config.dq_scale, int) else None,
+        token_blocks=pairs,
     )
     offsets_dtype = dtype_name(offsets_k)
     launch(
@@ -154,6 +191,7 @@ def run(
         do8,
         sf_do,
         sf_dot,
+        blocks,
         stats,
         sums,
         dk.view(torch.uint8).flatten(1),
@@ -165,33 +203,19 @@ def run(
     if half and p.shared_q and not isinstance(config.dq_scale, int):
         share_powers(stats, batch)
     unit = p.softmax_scale * 2.0**-config.p_scale_backward_log2
-    launch(
-        compile_main(arch, spec, backward_tuning(arch, spec)),
-        device,
-        p.q.codes,
-        p.k.codes,
-        p.v.codes,
-        do8,
-        scale_atoms(p.q, 1),
-        scale_atoms(p.q, 0),
-        scale_atoms(p.k, 1),
-        scale_atoms(p.k, 0),
-        scale_atoms(p.v, 1),
-        sf_do,
-        sf_dot,
-        stats,
-        items,
-        total,
-        partial,
-        dk,
-        dv,
-        *scales,
-        replicas,
-        dq_rows,
-        p.softmax_scale * LOG2_E,
-        unit,
-        ctas,
-    )
+    tuning = backward_tuning(arch, spec, pairs)
+    operands = (p.q.codes, p.k.codes, p.v.codes, do8)
+    outputs = (items, total, partial, dk, dv, *scales, replicas, dq_rows, p.softmax_scale * LOG2_E)
+    if pairs:
+        assert blocks is not None
+        norms = empty(torch.float32, group_rows(p.tokens, batch), kv_heads)
+        launch(compile_norms(arch, d, offsets_dtype), device, p.v.codes, token_scales(p.v), offsets_k, norms)
+        factors, key_factors, results = pair_tables(p, offsets_k, offsets_q, stats, blocks, norms)
+        unit = 1.0  # the kernel's sums have it
+        launch(compile_pair(arch, spec, tuning), device, *operands, stats, factors, key_factors, results, *outputs, 2 * workers)
+    else:
+        atoms = [scale_atoms(x, axis) for x, axis in ((p.q, 1), (p.q, 0), (p.k, 1), (p.k, 0), (p.v, 1))]
+        launch(compile_main(arch, spec, tuning), device, *operands, *atoms, sf_do, sf_dot, stats, *outputs, unit, workers)
     launch(
         compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, half, offsets_dtype),
         device,

@@ -31,6 +31,7 @@ from lp_fa4.sm100.backward_load import load_role
 from lp_fa4.sm100.backward_mma import mma_role
 from lp_fa4.sm100.backward_plan import DS_ATOMS_K, DS_ATOMS_Q, backward_plan
 from lp_fa4.sm100.backward_reduce import reduce_role, staging_floats
+from lp_fa4.sm100.sync import arrive_tensor
 from lp_fa4.sm100.tmem_plan import TmemPlan
 
 THREADS = 512
@@ -138,6 +139,9 @@ class Backward:
         self.plan = backward_plan(spec.head_dim) if plan is None else plan
         self.barriers = BackwardBarriers(tuning.stages)
         self.atoms = BackwardAtoms(spec, self.plan)
+
+    arrive_read = staticmethod(arrive_tensor)
+    """How ``backward_store`` says that a gradient is in registers."""
 
     @property
     def aliased(self) -> bool:

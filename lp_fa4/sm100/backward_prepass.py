@@ -9,6 +9,9 @@ One CTA per query tile (128 queries) and head; a warp owns 32 queries, so every 
 
 A row that does not exist or sees no key has a = -inf and no part in its block's exponent. A block with a NaN or infinity has byte 255 and
 codes 0. Codes keep dO's place (jagged rows), scales go by the 128-row tile rule.
+
+For the two-CTA kernel (``token_blocks``) a block is 32 queries and the whole head dimension, its exponent is applied outside the products:
+no scale layouts, D is stored as ``-D * 2^-e``, and of each block ``2^e``, the largest norm of a row of dO8 and the largest ``|D|``.
 """
 
 import math
@@ -21,12 +24,14 @@ from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, e4m3x4_to_
 from lp_fa4.common.sequence import find_sequence
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm100.atoms import SF_BYTES
-from lp_fa4.sm100.backward_config import STAT_POWER, TILE, PrepassSpec, stat_values
+from lp_fa4.sm100.backward_config import BLOCK_FACTORS, STAT_POWER, TILE, PrepassSpec, stat_values
 from lp_fa4.sm100.backward_work import effect
 
 THREADS = 128
 COLUMNS = 8
 """Columns of a thread."""
+LEAST_EXPONENT = -100
+"""Of a block of dO that the two-CTA kernel reads: smaller values become 0."""
 
 
 class Prepass:
@@ -49,8 +54,9 @@ class Prepass:
         offsets_q: cute.Tensor,
         offsets_k: cute.Tensor,
         do8: cute.Tensor,
-        sf: cute.Tensor,
-        sf_t: cute.Tensor,
+        sf: cute.Tensor | None,
+        sf_t: cute.Tensor | None,
+        blocks: cute.Tensor | None,
         stats: cute.Tensor,
         sums: cute.Tensor,
         dk: cute.Tensor,
@@ -72,6 +78,7 @@ class Prepass:
             do8,
             sf,
             sf_t,
+            blocks,
             stats,
             sums,
             dk,
@@ -92,8 +99,9 @@ class Prepass:
         offsets_q: cute.Tensor,
         offsets_k: cute.Tensor,
         do8: cute.Tensor,
-        sf: cute.Tensor,
-        sf_t: cute.Tensor,
+        sf: cute.Tensor | None,
+        sf_t: cute.Tensor | None,
+        blocks: cute.Tensor | None,
         stats: cute.Tensor,
         sums: cute.Tensor,
         dk: cute.Tensor,
@@ -130,7 +138,7 @@ class Prepass:
             group_row = Int32(offsets_k[b]) // 32 + b
             power = (key_exponents, group_row, last, softmax_scale)
             place = (tile_row, head, start + TILE * tile, cutlass.min(left, TILE), keys, power)
-            self.tile(dout, out, row_max, row_sum, dlse, do8, sf, sf_t, stats, sums, column_sums, place)
+            self.tile(dout, out, row_max, row_sum, dlse, do8, sf, sf_t, blocks, stats, sums, column_sums, place)
 
     @cute.jit
     def zero(self, dk: cute.Tensor, dv: cute.Tensor, offsets_k: cute.Tensor, batch: Int32):
@@ -169,7 +177,7 @@ class Prepass:
         return values
 
     @cute.jit
-    def tile(self, dout, out, row_max, row_sum, dlse, do8, sf, sf_t, stats, sums, column_sums, place):
+    def tile(self, dout, out, row_max, row_sum, dlse, do8, sf, sf_t, blocks, stats, sums, column_sums, place):
         """One query tile of one head. ``place``: workspace row, head, first row of dO, rows, keys of the sequence, and
         what :meth:`power` takes."""
         spec, lanes = self.spec, self.lanes
@@ -200,21 +208,26 @@ class Prepass:
                 peak = cutlass.max(peak, bits if sees else Int32(0))
                 raw[j, i] = x[j]
         # four lanes hold a block's 32 columns, lanes a row apart its rows
-        for shift in (0, 1, *range(lanes.bit_length() - 1, 5)):
+        for shift in range(5) if spec.token_blocks else (0, 1, *range(lanes.bit_length() - 1, 5)):
             peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << shift))
         for shift in range(lanes.bit_length() - 1, 5):
             for j in cutlass.range_constexpr(COLUMNS):
                 total[j] = total[j] + cute.arch.shuffle_sync_bfly(total[j], offset=1 << shift)
         byte = byte_of_amax_bits(peak)
-        self.write_scales(sf, sf_t, tile_row, head, warp, lane, byte)
+        if const_expr(spec.token_blocks):
+            # D is divided by 2^e: a block of zeros has e = 0, and no other an e below LEAST_EXPONENT
+            byte = cutlass.max(byte, 127 + LEAST_EXPONENT) if peak > 0 else Int32(127)
+        else:
+            self.write_scales(sf, sf_t, tile_row, head, warp, lane, byte)
         up, down = inverse_of_byte(byte), scale_of_byte(byte)
+        norm, peak_delta = Float32(0.0), Float32(0.0)
         stat = stats.iterator.toint() + (Int64(tile_row) * Int32(stats.shape[1]) + head) * (4 * stat_values(spec.dq_half) * TILE)
         for i in cutlass.range_constexpr(self.rounds):
             r = 32 * warp + self.rows * i + lane // lanes
             row = first + cutlass.min(r, left - 1)
             exists = r < left
             sees = inverse[i] > 0.0
-            delta = Float32(0.0)
+            delta, square = Float32(0.0), Float32(0.0)
             o = self.row_values(out, row, head, column)
             words = []
             for half in cutlass.range_constexpr(2):
@@ -226,11 +239,16 @@ class Prepass:
                     four = [x * down for x in e4m3x4_to_float(word)]
                 for j in cutlass.range_constexpr(4):
                     delta = delta + four[j] * Float32(o[4 * half + j])
+                if const_expr(spec.token_blocks):
+                    for x in e4m3x4_to_float(word):
+                        square = square + x * x
             if exists:
                 at = do8.iterator.toint() + (Int64(row) * Int32(do8.shape[1]) + head) * spec.head_dim + column
                 effect([at, *words], "st.global.v2.b32 [$0], {$1, $2};", "l,r,r")
             for shift in range(lanes.bit_length() - 1):
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << shift)
+                if const_expr(spec.token_blocks):
+                    square = square + cute.arch.shuffle_sync_bfly(square, offset=1 << shift)
             a, c = Float32(-math.inf), Float32(0.0)
             length, m = row_sum[head, row], row_max[head, row]
             if const_expr(dlse is not None):
@@ -242,6 +260,10 @@ class Prepass:
                 if const_expr(spec.centred):
                     c = length / Float32(keys) * 2.0**spec.p_scale_log2
             delta = delta if sees else Float32(0.0)
+            if const_expr(spec.token_blocks):
+                norm = cute.arch.fmax(norm, square)
+                peak_delta = cute.arch.fmax(peak_delta, cute.arch.fmax(delta, -delta))
+                delta = -delta * up
             if lane % lanes == 0:
                 for kind, value in enumerate((a, delta, c)):
                     effect([stat + 4 * (TILE * kind + r), value], "st.global.f32 [$0], $1;", "l,f")
@@ -254,6 +276,13 @@ class Prepass:
                 if lane % lanes == 0:
                     value = self.power(power, head, Int32(stats.shape[1]), r, largest, sees)
                     effect([stat + 4 * (TILE * STAT_POWER + r), value], "st.global.f32 [$0], $1;", "l,f")
+        if const_expr(spec.token_blocks):
+            for shift in range(lanes.bit_length() - 1, 5):
+                norm = cute.arch.fmax(norm, cute.arch.shuffle_sync_bfly(norm, offset=1 << shift))
+                peak_delta = cute.arch.fmax(peak_delta, cute.arch.shuffle_sync_bfly(peak_delta, offset=1 << shift))
+            if lane == 0:
+                for kind, value in enumerate((down, cute.math.sqrt(norm) * down, peak_delta)):
+                    blocks[tile_row, head, warp * BLOCK_FACTORS + kind] = value
         if lane < lanes:
             for j in cutlass.range_constexpr(COLUMNS):
                 column_sums[warp, column + j] = total[j]
@@ -310,15 +339,17 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
 
     dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; offsets_q (read if
     jagged), offsets_k: ``[B + 1]``; do8: uint8 ``[R, H, D]``; sf, sf_t: uint8 ``[tile rows, H, 512]``, scales along the head dimension
-    and along tokens; stats: fp32 ``[tile rows, H, stats * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk, dv: uint8
-    ``[T, bytes]``, to be zeroed past the last sequence; key_exponents: int32 ``[groups, Hkv]`` (``backward_host.key_exponents``), or None
-    where dQ is summed in FP32; queries per sequence (if not jagged); softmax scale.
+    and along tokens, blocks: None; or, with ``token_blocks``, None, None and fp32 ``[tile rows, H, 16]``, four values of each of a tile's
+    four blocks (the last unused); stats: fp32 ``[tile rows, H, stats * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk,
+    dv: uint8 ``[T, bytes]``, to be zeroed past the last sequence; key_exponents: int32 ``[groups, Hkv]`` (``backward_host.key_exponents``),
+    or None where dQ is summed in FP32; queries per sequence (if not jagged); softmax scale.
     """
     heads, rows, d = symbol(), symbol(), spec.head_dim
     per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
     offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
     scales = lambda: fake("uint8", (symbol(), heads, SF_BYTES), compact=True)  # noqa: E731
     grad = lambda: fake("uint8", (symbol(), symbol(16)), compact=True)  # noqa: E731
+    blocks = fake("float32", (symbol(), heads, TILE // 32 * BLOCK_FACTORS), compact=True)
     return build(
         arch,
         Prepass(spec),
@@ -330,8 +361,7 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         offsets(),
         offsets(),
         fake("uint8", (rows, heads, d), compact=True),
-        scales(),
-        scales(),
+        *([None, None, blocks] if spec.token_blocks else [scales(), scales(), None]),
         fake("float32", (symbol(), heads, stat_values(spec.dq_half) * TILE), compact=True),
         fake("float32", (symbol(), heads, d), compact=True),
         grad(),

@@ -8,7 +8,7 @@ another. The sums lie as tile images (``dq_place``), which the post-pass turns i
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from lp_fa4.sm100.atoms import load_columns
 from lp_fa4.sm100.backward_config import DQ_COLUMNS, STAT_POWER, TILE
@@ -37,7 +37,6 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
     piece_bytes = 32 * DQ_COLUMNS * size
     staging = Int32(shared.staging.iterator.toint()) + warp * (spec.head_dim // DQ_COLUMNS * piece_bytes)
     image = TILE * spec.head_dim * size
-    add = "add.noftz.f16" if spec.dq_half else "add.f32"
     heads = args.kv_heads * spec.group
     turn, tiles = Int32(0), Int32(0)
     while index < count:
@@ -52,7 +51,7 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
                 head, tile = query_step(spec, item, s)
                 place = Int64(dq_row(spec, args, item, tile)) * heads + head
                 target = args.dq + place * image + Int64(warp * (image // 4))
-                factor = Float32(1.0)
+                factor = None
                 if const_expr(spec.dq_half):
                     factor = args.dk_factor * args.stats[item.tile_row + tile, head, STAT_POWER * TILE + thread]
                 wait_tensor(bars + bar.dq_full, (turn + s) & 1)
@@ -61,27 +60,7 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
                     cute.arch.fence_view_async_tmem_load()
                     if const_expr(c == spec.head_dim // DQ_COLUMNS - 1):
                         arrive_tensor(bars + bar.dq_read)
-                    if lane == 0:
-                        cute.arch.cp_async_bulk_wait_group(spec.head_dim // DQ_COLUMNS - 1, read=True)
-                    cute.arch.sync_warp()
-                    buffer = staging + c * piece_bytes
-                    if const_expr(spec.dq_half):
-                        for i in cutlass.range_constexpr(DQ_COLUMNS // 8):
-                            four = [f16x2(values[8 * i + 2 * j] * factor, values[8 * i + 2 * j + 1] * factor) for j in range(4)]
-                            effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
-                    else:
-                        for i in cutlass.range_constexpr(DQ_COLUMNS // 4):
-                            four = [values[4 * i + j] for j in range(4)]
-                            effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        effect(
-                            [target + c * piece_bytes, buffer, Int32(piece_bytes)],
-                            f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{add} [$0], [$1], $2;",
-                            "l,r,r",
-                        )
-                        cute.arch.cp_async_bulk_commit_group()
+                    send(spec, values, factor, staging + c * piece_bytes, target + c * piece_bytes, lane, spec.head_dim // DQ_COLUMNS - 1)
             turn += item.steps
             if item.steps > 0:
                 wait_tensor(bars + bar.dkv_full, tiles & 1)
@@ -92,3 +71,30 @@ def reduce_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, thread: Int
         index += step
     if lane == 0:
         cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def send(spec: cutlass.Constexpr, values, factor, buffer, target, lane, pending: cutlass.Constexpr):
+    """Add a warp's piece of dQ, 32 rows of 32 columns, times ``factor`` (None: 1), to ``target`` through ``buffer``, which the reduction
+    before the ``pending`` last ones read."""
+    add = "add.noftz.f16" if spec.dq_half else "add.f32"
+    if lane == 0:
+        cute.arch.cp_async_bulk_wait_group(pending, read=True)
+    cute.arch.sync_warp()
+    if const_expr(factor is not None):
+        for i in cutlass.range_constexpr(DQ_COLUMNS):
+            values[i] = values[i] * factor
+    if const_expr(spec.dq_half):
+        for i in cutlass.range_constexpr(DQ_COLUMNS // 8):
+            four = [f16x2(values[8 * i + 2 * j], values[8 * i + 2 * j + 1]) for j in range(4)]
+            effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+    else:
+        for i in cutlass.range_constexpr(DQ_COLUMNS // 4):
+            four = [values[4 * i + j] for j in range(4)]
+            effect([buffer + (512 * i + 16 * lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    if lane == 0:
+        size = Int32(32 * DQ_COLUMNS * (2 if spec.dq_half else 4))
+        effect([target, buffer, size], f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{add} [$0], [$1], $2;", "l,r,r")
+        cute.arch.cp_async_bulk_commit_group()

@@ -8,7 +8,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte
 from lp_fa4.sm100.atoms import load_columns
 from lp_fa4.sm100.backward_work import bf16x2, block_amax, effect
-from lp_fa4.sm100.sync import arrive_tensor
 
 BLOCK = 32
 
@@ -33,7 +32,7 @@ def store(kernel: cutlass.Constexpr, target, scales, args, tmem, name: cutlass.C
         values = load_columns(tmem, kernel.plan[name].start + c * BLOCK, BLOCK, thread)
         cute.arch.fence_view_async_tmem_load()
         if const_expr(c == spec.head_dim // BLOCK - 1):
-            arrive_tensor(barrier)
+            kernel.arrive_read(barrier)
         for i in cutlass.range_constexpr(BLOCK):
             values[i] = values[i] * factor
         words = cute.make_rmem_tensor(BLOCK * size // 4, Int32)

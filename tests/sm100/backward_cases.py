@@ -17,6 +17,8 @@ from lp_fa4.sm100 import backward_host
 from tests.emulator.kernels import Case
 from tests.sm100.cases import poisoned, problem, reference_atoms
 
+PAIRS: dict[str, Any] = {"operand_scales": "outside", "do_block": (32, 0), "ds_block": None}
+"""Fields of a configuration that takes the kernel with two CTAs; its operands have one exponent per 32 tokens and head."""
 FORMAT = {"bf16": 2.0**-9, "mxfp8": 2.0**-5}
 """Error of rounding dK and dV once more, relative to the largest of a row or block: both sides carry it, in different places."""
 
@@ -120,12 +122,25 @@ def run(p: AttentionProblem, result, dout, *, arch: str, processors: int = 2, de
 
 
 def case(
-    arch: str, problem_of: dict, run_of: dict | None = None, config: dict | None = None, growth: float = 1.0, lse: bool = False
+    arch: str,
+    problem_of: dict,
+    run_of: dict | None = None,
+    config: dict | None = None,
+    growth: float = 1.0,
+    lse: bool = False,
+    pairs: bool = False,
+    broken: str = "",
 ) -> Case:
-    """A case of ``problem(**problem_of)`` with some fields of its configuration changed (``config``); ``lse``: the LSE has a gradient."""
+    """A case of ``problem(**problem_of)`` with some fields of its configuration changed (``config``); ``lse``: the LSE has a gradient.
+    ``pairs``: by the kernel with two CTAs (``PAIRS``, token blocks). ``broken``: ``"v"``, the second sequence's first 32 values are a NaN
+    block as quantization leaves it, or ``"do"``, one of its gradients is infinite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     changes = dict(config or {})
+    if pairs:
+        dim = problem_of.get("dim", 128)
+        problem_of = {"blocks": ((32, dim),) * 3, **problem_of}
+        changes = {**PAIRS, **changes}
     if "dq_dtype" in changes:
         changes["dq_dtype"] = getattr(torch, changes["dq_dtype"])
     p = problem(**problem_of)
@@ -134,6 +149,13 @@ def case(
         if offsets is not None:
             x.codes[int(offsets[-1]) :] = 0x7F  # NaN: nothing past the last sequence may be read
     dout = gradient(p, problem_of.get("seed", 0), growth)
+    if broken:
+        first = int(p.offsets_k[1])  # type: ignore[index]
+        if broken == "v":
+            p.v.codes[first : first + 32] = 0
+            p.v.scale_bytes[first // 32 + 1] = 255
+        else:
+            dout[int(p.offsets_q[1]) + 3, 0, 5] = torch.inf  # type: ignore[index]
     dlse = torch.randn(p.heads, p.rows, generator=torch.Generator().manual_seed(7)) if lse else None
     judge = Judge(p, dout, dlse, (run_of or {}).get("deterministic", False))
     return Case(str(problem_of), arch, None, lambda: run(p, judge.result, dout, arch=arch, dlse=dlse, **(run_of or {})), judge)

@@ -1,6 +1,7 @@
-"""Compile variants of the backward's main kernel for one target in a process of its own, and report what the assembler made.
+"""Compile variants of the backward's main kernels for one target in a process of its own, and report what the assembler made.
 
-``python -m tests.sm100.backward_compiled sm_103a [NAME ...]``: one JSON line per variant, as ``tests.sm100.compiled``.
+``python -m tests.sm100.backward_compiled sm_103a [NAME ...]``: one JSON line per variant, as ``tests.sm100.compiled``. ``pair_NAME``: the
+same variant by pairs of CTAs.
 """
 
 import json
@@ -22,21 +23,23 @@ VARIANTS = {
 
 
 def compile_variant(arch: str, name: str, folder: Path) -> dict:
-    """Compile one of ``VARIANTS`` and inspect it."""
+    """Compile one of ``VARIANTS`` (or ``pair_NAME``) and inspect it."""
     from lp_fa4.sm100.backward_config import BackwardSpec, backward_tuning
     from lp_fa4.sm100.backward_kernel import Backward, compile_main
+    from lp_fa4.sm100.backward_pair_kernel import PairBackward, compile_pair
 
-    spec = BackwardSpec(**VARIANTS[name])
-    tuning = backward_tuning(arch, spec)
+    pair = name.startswith("pair_")
+    spec = BackwardSpec(**VARIANTS[name.removeprefix("pair_")])
+    tuning = backward_tuning(arch, spec, pair)
     before = set(folder.glob("*.cubin"))
-    compile_main(arch, spec, tuning)
+    (compile_pair if pair else compile_main)(arch, spec, tuning)
     (cubin,) = set(folder.glob("*.cubin")) - before
     report = inspect(cubin)
     if keep := os.environ.get("KEEP_CUBIN"):
         cubin.rename(Path(keep) / f"{name}_{arch}.cubin")
     else:
         cubin.unlink()
-    kernel = Backward(spec, tuning)
+    kernel = (PairBackward if pair else Backward)(spec, tuning)
     return {"name": name, "arch": arch, **report, "columns": kernel.plan.allocation, "smem": kernel.shared_bytes()}
 
 
@@ -44,7 +47,7 @@ def main(arch: str, names: list[str]) -> None:
     """Print one JSON line per variant."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder)
-        for name in names or VARIANTS:
+        for name in names or [how + n for how in ("", "pair_") for n in VARIANTS]:
             print(json.dumps(compile_variant(arch, name, Path(folder))), flush=True)
 
 

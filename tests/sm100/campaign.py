@@ -1,4 +1,4 @@
-"""Both matrices on many cores: ``python -m tests.sm100.campaign forward backward [--jobs 20] [--queries 256 512] --out FOLDER``.
+"""The matrices on many cores: ``python -m tests.sm100.campaign forward backward pairs [--jobs 20] [--queries 256 512] --out FOLDER``.
 
 A row (a mode at a number of queries) is cut into parts of a few schedules. A part is a process of its own; the largest start first. As one
 ends, a JSON line goes to ``FOLDER/parts.jsonl`` (what it raised, where it failed), so that a campaign that is stopped has lost nothing but
@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.sm100 import backward_matrix, matrix
+from tests.sm100 import backward_matrix, backward_pair_matrix, matrix
 
-MATRICES: dict[str, Any] = {"forward": matrix, "backward": backward_matrix}
+MATRICES: dict[str, Any] = {"forward": matrix, "backward": backward_matrix, "pairs": backward_pair_matrix}
 PARTS = {512: 4, 256: 2}
 """Parts of a row by its queries; 1 of others."""
 
@@ -115,7 +115,7 @@ def merge(folders: list[Path], which: str, commit: str, schedules: int) -> dict:
 def main() -> None:
     """Run the parts asked for, or put their results together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("matrices", nargs="*", metavar="forward|backward", help="which lists (default: both)")
+    parser.add_argument("matrices", nargs="*", metavar="forward|backward|pairs", help="which lists (default: all)")
     parser.add_argument("--modes", nargs="+", help="some rows only")
     parser.add_argument("--queries", type=int, nargs="+")
     parser.add_argument("--schedules", type=int, default=16)

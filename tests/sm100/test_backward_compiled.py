@@ -20,6 +20,18 @@ def test_no_spill_and_block_scaled_products(arch, names):
         assert "UTCCP" in sass and "HMMA" not in sass
 
 
+@pytest.mark.parametrize("arch, name", [("sm_103a", "pair_module"), ("sm_100a", "pair_full")])
+def test_pairs_have_no_spill_and_plain_products(arch, name):
+    """The two-CTA kernel: the same limits; every product is plain FP8 over a pair, and no scale is copied to tensor memory."""
+    (report,) = lines("tests.sm100.backward_compiled", arch, name)
+    sass = report["sass"]
+    assert report["stack"] == 0 and report["local"] == 0 and not {"STL", "LDL"} & sass.keys(), report
+    assert report["reg"] == 128 and report["columns"] <= 512 and report["smem"] <= SHARED_LIMIT, report
+    # S and dP have 4 k-blocks, dQ of 256 keys 8, twice (the last query tile's apart); dV 4, dK 4, twice (A from tensor memory)
+    assert report["products"] == {"UTCQMMA.2CTA smem scaled=False": 24, "UTCQMMA.2CTA tmem scaled=False": 12}, report
+    assert "UTCCP" not in sass and "HMMA" not in sass
+
+
 @pytest.mark.emulator
 def test_planted_faults_are_seen():
     """A third of the sites: waits of the MMA role deleted, fences that publish dS deleted, operands and scales on accumulators."""
