@@ -2,8 +2,8 @@
 
 On the compiled kernel, one at a time: each wait written in the MMA role is deleted, each region of scales, P and dS is moved onto an
 accumulator, the fences that publish dS are deleted. Each must be seen (a race report, an error, or a wrong result) under some schedule; the
-unplanted kernel must be clean under all. ``--all``: every wait, fence and region. ``--part i/n``: every n-th site, from the i-th. One JSON
-line per fault.
+unplanted kernel must be clean under all. ``--all``: every wait, fence and region. ``--part i/n``: every n-th site, from the i-th.
+``--pairs``: of the kernel with two CTAs. One JSON line per fault.
 """
 
 import argparse
@@ -22,11 +22,14 @@ HARMLESS = ("sf", backward_plan(128)["SFDS_Q"].start)
 the emulator, and no other reads them."""
 
 
+ROLES = ("backward_mma.py", "backward_compute.py", "backward_pair_mma.py", "backward_pair_compute.py")
+
+
 def chosen(site) -> bool:
     """Waits of the MMA role, fences of the compute role, regions that the products read."""
     if site.region is not None:
         return site.region[0] in ("sf", "a") and tuple(site.region[:2]) != HARMLESS
-    return site.kind in ("mbarrier wait", "proxy fence") and ("backward_mma.py" in site.where or "backward_compute.py" in site.where)
+    return site.kind in ("mbarrier wait", "proxy fence") and any(role in site.where for role in ROLES)
 
 
 def main() -> None:
@@ -35,10 +38,12 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--schedules", type=int, default=4)
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--list", action="store_true", help="only name the sites")
     arguments = parser.parse_args()
     capture.install("sm_100a")
-    planted = case("sm_100a", {"shared": 200, "keys": [200, 31], "heads": 1, "mean": True}, {"processors": 1})
+    queries = 300 if arguments.pairs else 200  # a pair waits for dQ of the query tile before last
+    planted = case("sm_100a", {"shared": queries, "keys": [200, 31], "heads": 1, "mean": True}, {"processors": 1}, pairs=arguments.pairs)
     campaign = Campaign(planted, NONE, api.schedules(arguments.schedules), log=lambda text: print(text, file=sys.stderr, flush=True))
     campaign.baseline()
     campaign.sites = [site for site in campaign.sites if site.executed and (arguments.all or chosen(site))]
