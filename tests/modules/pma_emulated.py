@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 from tests.emulator.api import Result, Schedule
@@ -62,7 +63,7 @@ def compare(
     from tests.modules.common import batch, exact, make, ratios, run
 
     choices = Numerics(**numerics)
-    shape = {"dim": dim, "num_heads": heads, "num_seeds": seeds, "numerics": choices, "value_proj": value_proj}
+    shape: dict[str, Any] = {"dim": dim, "num_heads": heads, "num_seeds": seeds, "numerics": choices, "value_proj": value_proj}
     x, offsets = batch(lengths, extra=5, dim=dim, dtype=torch.bfloat16, offsets_dtype=torch.int32)
     torch.use_deterministic_algorithms(False)  # the reducing kernels, as a user runs them
     module = make(**shape)
