@@ -113,6 +113,7 @@ def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
         dq_half=half,
         deterministic=deterministic,
         cluster=cluster_pays(p, deterministic),
+        suffix=not p.centred_backward and p.config.fold_l_into_do,
     )
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
@@ -121,8 +122,8 @@ def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
 
 
 def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> list[Tensor]:
-    """What ``prepare_backward`` fills: images of dO and of Q, statistics, column sums of dO, factors of dQ (empty unless it is FP16), dQ
-    sums. Uninitialised, from shapes alone."""
+    """What ``prepare_backward`` fills: images of dO and of Q, statistics, column sums of dO, factors of dQ (empty unless it is FP16),
+    coherent part of dV (empty unless needed), dQ sums. Uninitialised, from shapes alone."""
     if _nothing_to_do(problem):
         return []
     z, heads, d = _sizes(problem, deterministic), problem.heads, problem.head_dim
@@ -133,6 +134,7 @@ def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> lis
         empty(torch.float32, z.tile_rows, heads, STAT_FLOATS),
         empty(torch.float32, z.chunk_rows, heads, d),
         empty(torch.float32, z.chunk_rows if z.spec.dq_half else 0, heads),
+        empty(torch.float32, z.tile_rows if z.spec.suffix else 0, heads, d),
         empty(problem.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
     ]
 
@@ -152,8 +154,9 @@ def prepare_backward(
     if not spaces:
         return []
     from lp_fa4.sm90.backward_prepass import compile_prepass
+    from lp_fa4.sm90.backward_suffix import compile_suffix
 
-    do_tiles, q_tiles, stats, sums, dq_scale, partial = spaces
+    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = spaces
     z, half = _sizes(p, deterministic), config.dq_dtype == torch.float16
     one_set = torch.arange(2, dtype=z.offsets_k.dtype, device=p.device) * p.q.shape[0]
     q, q_scale, _ = token_blocks(p.q, one_set if p.shared_q else z.offsets_q)
@@ -171,6 +174,8 @@ def prepare_backward(
         dq_scale_log2=config.dq_scale if half and isinstance(config.dq_scale, int) else None,
         k_static=z.spec.k_static,
         v_static=z.spec.v_static,
+        causal=p.causal,
+        suffix=z.spec.suffix,
     )
     launch(
         compile_prepass(arch_of(p.device), prepass, dtype_name(z.offsets_k), dlse is not None),
@@ -190,11 +195,15 @@ def prepare_backward(
         q_tiles,
         stats,
         sums,
+        suffix if z.spec.suffix else None,
         dq_scale if half else None,
         partial.view(-1).view(torch.float32),
         p.queries or 0,
         p.softmax_scale,
     )
+    if z.spec.suffix:
+        kernel = compile_suffix(arch_of(p.device), p.head_dim, p.queries is None, dtype_name(z.offsets_k))
+        launch(kernel, p.device, suffix, z.offsets_q, p.queries or 0, p.batch)
     return spaces
 
 
@@ -209,7 +218,7 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
     from lp_fa4.sm90.backward_postpass import compile_postpass
 
     arch, d, kv_heads, batch, queries = arch_of(device), p.head_dim, p.kv_heads, p.batch, p.queries
-    do_tiles, q_tiles, stats, sums, dq_scale, partial = prepared
+    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = prepared
     z = _sizes(p, deterministic)
     spec, offsets_k, offsets_q = z.spec, z.offsets_k, z.offsets_q
     k, k_scale, _ = token_blocks(p.k, offsets_k)
@@ -243,6 +252,7 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
         dv,
         *scales,
         scratch,
+        suffix if spec.suffix else sums,
         z.replicas,
         z.dq_rows,
         ctas,

@@ -37,7 +37,8 @@ class BackwardSpec:
         head_dim: 64 or 128.
         group: query heads per key/value head.
         causal: bottom-right aligned mask.
-        centred: P - l/K instead of P in dV.
+        centred: P - l/K instead of P in dV, whose coherent part the caller adds.
+        suffix: P - l/K on query tiles that see all of a warp's keys, and their coherent part added here (see ``backward_suffix``).
         shared: one set of queries for all sequences; dQ goes to ``replicas`` buffers.
         long: some key tile may meet more than one chunk (more than 512 queries, or grouped heads): partial sums leave the tensor core.
         fold: exponents of q or of k differ inside a tile, so dS is coded twice.
@@ -61,6 +62,7 @@ class BackwardSpec:
     dq_half: bool = False
     deterministic: bool = False
     cluster: bool = False
+    suffix: bool = False
 
     @property
     def item_keys(self) -> int:
@@ -105,6 +107,8 @@ class PrepassSpec:
     dq_scale_log2: int | None = None
     k_static: bool = True
     v_static: bool = True
+    causal: bool = False
+    suffix: bool = False
 
 
 def rows_of(queries: int | None, total: int, batch: int, size: int) -> int:

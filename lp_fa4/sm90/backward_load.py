@@ -19,11 +19,10 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.sm90.backward_layout import CHUNK_TILES, KEY_TILE, QUERY_TILE, STAT_FLOATS
-from lp_fa4.sm90.backward_ops import advance, arrive, effect, mask_of, pick_pairs, pinned
+from lp_fa4.sm90.backward_ops import advance, effect, mask_of, pick_pairs, pinned
 
 ACCUMULATOR_ORDER = ("6420", "7531")
 PAIRS_ORDER = ("6240", "7351")
-TURN_WARPS = 3
 IN_FLIGHT = 3
 STAT_BYTES = 4 * STAT_FLOATS
 RECORD_BYTES = 64
@@ -189,28 +188,6 @@ def bulk(shared, source, size: int, barrier):
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
         "r,l,r,r",
     )
-
-
-@cute.jit
-def turning_warps(spec, bars, smem, warp):
-    """Make K^T of every key tile. ``warp``: 0 to 2."""
-    kv, kv_phase, kt_phase, more = Int32(0), Int32(0), Int32(1), Int32(1)
-    while more > 0:
-        cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
-        item = Item(smem.record + RECORD_BYTES * kv)
-        more = item.b + 1
-        if more > 0:
-            if query_span(spec, item)[2] > 0:
-                cute.arch.mbarrier_wait(bars.kt_empty, kt_phase)
-                left = item.klen - item.n * KEY_TILE
-                k_address = smem.k_address + kv * (KEY_TILE * spec.head_dim)
-                turn_tiles(((k_address, smem.kt_address),), spec.head_dim, KEY_TILE, PAIRS_ORDER, warp, TURN_WARPS, left)
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                arrive(bars.kt_full)
-                kt_phase = kt_phase ^ 1
-            arrive(bars.k_empty + kv)
-        kv, kv_phase = advance(kv, kv_phase, 2)
 
 
 @cute.jit

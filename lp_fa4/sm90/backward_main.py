@@ -1,8 +1,8 @@
 """The backward's main kernel for Hopper: one persistent CTA an SM, dK, dV and dQ from E4M3 operands.
 
-Warps 0 to 3 feed (``backward_load``: one copies, three turn K), warps 4 to 11 compute (``backward_compute``) and store
-(``backward_store``). All hand-over is by mbarriers; the only barriers among the consumers are one an item (the scale of dS) and those
-of rare corrections. Layouts and workspaces: ``backward_layout``. Formulas: ``backward_compute``.
+Warp 0 copies (``backward_load``), warps 4 to 11 compute (``backward_compute``) and store dK and dV (``backward_store``), warps 12 to 15
+make K^T and dQ (``backward_dq``). All hand-over is by mbarriers; the computing warpgroups never wait for each other. Layouts and
+workspaces: ``backward_layout``. Formulas: ``backward_compute``.
 """
 
 from types import SimpleNamespace
@@ -15,25 +15,30 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.backward_compute import FIRST, SECOND, STEADY, finish_tiles, key_factors, pass_turn, segment_factors, step, take_turn
+from lp_fa4.sm90.backward_compute import FIRST, STEADY, finish_tiles, key_factors, segment_factors, step
+from lp_fa4.sm90.backward_dq import dq_warps
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
-from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment, turning_warps
+from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
 from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
-from lp_fa4.sm90.backward_store import add_partial, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
+from lp_fa4.sm90.backward_store import add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
-A_STAGES, B_STAGES = 3, 2
-"""Stages of (Q, dO, dO^T, statistics) and of Q^T."""
-REGISTERS = (40, 232)
-"""Feeding and computing warpgroups: 32 + 2 * 240 = 512, all there are."""
-THREADS = 384
+REGISTERS = (24, 208, 72)
+"""Feeding, computing and dQ warpgroups: 24 + 2 * 208 + 72 = 512 = 4 * 128, what the launch brings."""
+THREADS = 512
 
 
-def staging_bytes(d: int) -> int:
-    """Staging of a warp: 16 rows of two MXFP8 gradients with their pads (more than 16 rows of BF16, or its share of dQ in FP32)."""
-    return 2 * 16 * (d + 16)
+def stages(spec: BackwardSpec) -> tuple[int, int, int]:
+    """Stages of (Q, dO, dO^T, statistics) and of Q^T, and buffers of half a dQ tile."""
+    return (3, 2, 2) if spec.dq_half and not spec.long else (2, 2, 2)
 
 
-def shared_layouts(d):
+def staging_bytes(spec: BackwardSpec) -> int:
+    """Staging of a computing warp: 16 rows of one MXFP8 gradient with their pads, half a BF16 one, or a quarter (half, where sums are
+    ``long``) of one in FP32."""
+    return 2304 * (2 if spec.long and spec.dq_half else 1)
+
+
+def shared_layouts(spec):
     """Layouts of the code tiles in shared memory: K-major, in the swizzle of their row length."""
 
     def layout(*shape):
@@ -41,10 +46,11 @@ def shared_layouts(d):
         atom = warpgroup.make_smem_layout_atom(atom, Float8E4M3FN)
         return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
+    d, (a_stages, b_stages, _) = spec.head_dim, stages(spec)
     return SimpleNamespace(
-        q=layout(QUERY_TILE, d, A_STAGES),
-        qt=layout(d, QUERY_TILE, B_STAGES),
-        dot=layout(d, QUERY_TILE, A_STAGES),
+        q=layout(QUERY_TILE, d, a_stages),
+        qt=layout(d, QUERY_TILE, b_stages),
+        dot=layout(d, QUERY_TILE, a_stages),
         k=layout(KEY_TILE, d, 2),
         one_k=layout(KEY_TILE, d),
         kt=layout(d, KEY_TILE),
@@ -76,6 +82,7 @@ class BackwardMain:
         dk_scale: cute.Tensor,
         dv_scale: cute.Tensor,
         scratch: cute.Tensor,
+        suffix: cute.Tensor,
         replicas: Int32,
         tile_rows: Int32,
         grid: Int32,
@@ -87,7 +94,7 @@ class BackwardMain:
         def mma(atoms, n, source=warpgroup.OperandSource.SMEM):
             return hop.make_trivial_tiled_mma(kind, kind, major, major, Float32, (atoms, 1, 1), (64, n), source)
 
-        layouts = shared_layouts(d)
+        layouts = shared_layouts(self.spec)
         mmas = SimpleNamespace(s=mma(2, QUERY_TILE), g=mma(2, d, warpgroup.OperandSource.RMEM), q=mma(1, d // 2))
 
         def tma(x):
@@ -119,6 +126,7 @@ class BackwardMain:
             address(dk_scale),
             address(dv_scale),
             address(scratch),
+            address(suffix),
             Int32(k.shape[1]),
             replicas,
             tile_rows,
@@ -133,17 +141,18 @@ class BackwardMain:
     def storage(self, layouts):
         """Shared memory of a CTA."""
         spec = self.spec
+        a_stages, b_stages, buffers = stages(spec)
         codes = lambda layout: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(layout)], 1024]  # noqa: E731
 
         @cute.struct
         class Storage:
-            bars: cute.struct.MemRange[Int64, 2 * A_STAGES + 2 * B_STAGES + 10]
+            bars: cute.struct.MemRange[Int64, 2 * a_stages + 2 * b_stages + 8]
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 64], 256]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
-            peak: cute.struct.Align[cute.struct.MemRange[Float32, 8], 32]
+            peak: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 64], 128]
-            stat: cute.struct.Align[cute.struct.MemRange[Float32, STAT_FLOATS * A_STAGES], 1024]
+            stat: cute.struct.Align[cute.struct.MemRange[Float32, STAT_FLOATS * a_stages], 1024]
             q: codes(layouts.q)
             do: codes(layouts.q)
             qt: codes(layouts.qt)
@@ -152,7 +161,8 @@ class BackwardMain:
             v: codes(layouts.k)
             kt: codes(layouts.kt)
             ds: codes(layouts.ds)
-            staging: cute.struct.Align[cute.struct.MemRange[Float32, 2 * staging_bytes(spec.head_dim)], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, buffers * spec.dq_tile_bytes // 8], 1024]
+            staging: cute.struct.Align[cute.struct.MemRange[Float32, 2 * staging_bytes(spec)], 1024]
 
         return Storage
 
@@ -179,22 +189,23 @@ class BackwardMain:
         dk_scale: Int64,
         dv_scale: Int64,
         scratch: Int64,
+        suffix: Int64,
         kv_heads: Int32,
         replicas: Int32,
         tile_rows: Int32,
     ):
-        spec, layouts = self.spec, shared_layouts(self.spec.head_dim)
+        spec, layouts = self.spec, shared_layouts(self.spec)
+        a_stages, b_stages, buffers = stages(spec)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tid, _, _ = cute.arch.thread_idx()
         store = cutlass.utils.SmemAllocator().allocate(self.storage(layouts))
         base = store.bars.data_ptr()
         both = 2 if const_expr(spec.cluster) else 1
-        rings = (  # name, stages, arrivals a phase at "full" and at "empty": 8 computing warps, 3 turning warps
-            ("a", A_STAGES, 1, 8 * both),  # Q, dO, dO^T and statistics
-            ("t", B_STAGES, 1, 8 * both),  # Q^T
-            ("ds", 2, 8, 8),
-            ("k", 2, 1, 11),
-            ("kt", 1, 3, 8),
+        rings = (  # name, stages, arrivals a phase at "full" and at "empty": 8 computing warps, 4 of dQ
+            ("a", a_stages, 1, 8 * both),  # Q, dO, dO^T and statistics
+            ("t", b_stages, 1, 8 * both),  # Q^T
+            ("ds", 2, 8, 4),
+            ("k", 2, 1, 12),
         )
         names = [f"{ring[0]}_{end}" for ring in rings for end in ("full", "empty")]
         sizes = [ring[1] for ring in rings for _ in range(2)]
@@ -218,8 +229,6 @@ class BackwardMain:
             dot_address=address(store.dot),
             stat_address=address(store.stat),
             record=address(store.records),
-            k_address=address(store.k),
-            kt_address=address(store.kt),
         )
         if const_expr(spec.cluster):  # no arrival before the other CTA's barriers exist
             cute.arch.cluster_arrive()
@@ -232,9 +241,29 @@ class BackwardMain:
             if warp == 0:
                 tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
                 glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats)
-                copy_warp(spec, A_STAGES, B_STAGES, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
-            else:
-                turning_warps(spec, bars, smem, warp - 1)
+                copy_warp(spec, a_stages, b_stages, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
+        elif warp >= 12:
+            cute.arch.setmaxregister_decrease(REGISTERS[2])
+            slice_q, own = mma_q.get_slice(0), cute.arch.make_warp_uniform(warp - 12)
+            kt = swizzled(store.kt, layouts.kt)
+            halves = [cute.local_tile(kt, (spec.head_dim // 2, KEY_TILE), (half, 0)) for half in range(2)]
+            w = SimpleNamespace(
+                bars=bars,
+                lane=tid % 32,
+                warp=own,
+                thread=tid % 128,
+                mma_q=mma_q,
+                ds=slice_q.make_fragment_A(slice_q.partition_A(swizzled(store.ds, layouts.ds))),
+                kt=[slice_q.make_fragment_B(slice_q.partition_B(half)) for half in halves],
+                scales=address(store.scales),
+                record=smem.record,
+                k_address=address(store.k),
+                kt_address=address(store.kt),
+                ds_address=address(store.ds),
+                staging=address(store.dq) + own * (spec.dq_tile_bytes // 8),
+                buffers=buffers,
+            )
+            dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             thread = tid - 128
@@ -243,9 +272,8 @@ class BackwardMain:
             lane = tid % 32
             if const_expr(not (spec.causal or spec.fold)):  # where a register is left: else it is read again and again, 160 clocks a time
                 lane = pinned(lane)
-            slice_s, slice_g, slice_q = mma_s.get_slice(group * 128), mma_g.get_slice(group * 128), mma_q.get_slice(0)
+            slice_s, slice_g = mma_s.get_slice(group * 128), mma_g.get_slice(group * 128)
             tensor = lambda x, layout: swizzled(x, layout)  # noqa: E731
-            kt = cute.local_tile(tensor(store.kt, layouts.kt), (spec.head_dim // 2, KEY_TILE), (group, 0))
             operand_shape = mma_g.partition_shape_A((KEY_TILE, QUERY_TILE))
             P, dS = mma_g.make_fragment_A(operand_shape), mma_g.make_fragment_A(operand_shape)
             turned = lambda x, layout: slice_g.make_fragment_B(slice_g.partition_B(tensor(x, layout)))  # noqa: E731
@@ -257,15 +285,12 @@ class BackwardMain:
                 thread=thread,
                 mma_s=mma_s,
                 mma_g=mma_g,
-                mma_q=mma_q,
                 k=slice_s.make_fragment_A(slice_s.partition_A(smem.k)),
                 v=slice_s.make_fragment_A(slice_s.partition_A(smem.v)),
                 q=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.q, layouts.q))),
                 do=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.do, layouts.q))),
                 qt=turned(store.qt, layouts.qt),
                 dot=turned(store.dot, layouts.dot),
-                ds=slice_q.make_fragment_A(slice_q.partition_A(tensor(store.ds, layouts.ds))),
-                kt=slice_q.make_fragment_B(slice_q.partition_B(kt)),
                 score_shape=mma_s.partition_shape_C((KEY_TILE, QUERY_TILE)),
                 gradient_shape=mma_g.partition_shape_C((KEY_TILE, spec.head_dim)),
                 P_operand=P,
@@ -276,40 +301,33 @@ class BackwardMain:
                 scales=address(store.scales),
                 peak=address(store.peak),
                 block_peaks=address(store.block_peaks),
-                staging=address(store.staging) + own * staging_bytes(spec.head_dim),
+                staging=address(store.staging) + own * staging_bytes(spec),
                 record=smem.record,
                 factors=address(store.factors) + 32 * own,
                 # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
                 peer=cute.arch.block_idx()[0] % 2 ^ 1,
                 strip=address(store.ds) + lane * KEY_TILE + ((own ^ (lane % 8)) << 4),
             )
-            grads = SimpleNamespace(stats=stats, dq=dq, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
-            self.consume(w, grads, kv_heads, replicas, tile_rows)
+            grads = SimpleNamespace(suffix=suffix, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
+            self.consume(w, grads, kv_heads)
         if const_expr(spec.cluster):  # the other CTA may still arrive here
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def consume(self, w, grads, kv_heads, replicas, tile_rows):
+    def consume(self, w, grads, kv_heads):
         """Walk the items: segments of at most 8 query tiles each, then the results of the key tile."""
         spec, bars = self.spec, w.bars
         d = spec.head_dim
-        heads = kv_heads * spec.group
         bid, _, _ = cute.arch.block_idx()
         scratch = grads.scratch + Int64(bid) * (2 * KEY_TILE * d * 4)
-        dq_bytes = spec.dq_tile_bytes
         stage, phase, out, out_phase, buffer, ds_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        kv, kv_phase, kt_phase, more = Int32(0), Int32(0), Int32(0), Int32(1)
-        if w.group == 1:  # the first turn is the other's
-            pass_turn(w)
+        kv, kv_phase, more = Int32(0), Int32(0), Int32(1)
         while more > 0:
             cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
             item = Item(w.record + RECORD_BYTES * kv)
             more = item.b + 1
             if more > 0:
-                dq_row = item.qrow
-                if const_expr(spec.shared):
-                    dq_row = (item.b if const_expr(spec.dq_half) else bid % replicas) * tile_rows
                 first, chunk, chunks = query_span(spec, item)
                 segments = chunks * spec.group
                 key = item.n * KEY_TILE + 16 * w.warp  # of this warp, within the sequence
@@ -318,44 +336,29 @@ class BackwardMain:
                     store_zeros(spec, w, item, kv_heads, grads)
                     arrive(bars.k_empty + kv)
                 else:
-                    fk, fv, top = key_factors(spec, w, item)
-                    if const_expr(spec.deterministic):
-                        self.settle(w)
+                    fk, fv = key_factors(spec, w, item)
+                    keys = (fk, fv, w.k[None, None, None, kv], w.v[None, None, None, kv])
                     for s in cutlass.range(segments, unroll=1):
-                        head, low, count, turn = segment(spec, item, first, chunk, chunks, s)
-                        target = grads.dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
-                        step_bytes = Int64(heads) * dq_bytes
+                        _, low, count, turn = segment(spec, item, first, chunk, chunks, s)
                         dV = cute.make_rmem_tensor(w.gradient_shape, Float32)
                         dK = cute.make_rmem_tensor(w.gradient_shape, Float32)
+                        dK.fill(0.0)
                         cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-                        dq_factor = segment_factors(w, stage, top)
-                        keys = (fk, fv, dq_factor, w.k[None, None, None, kv], w.v[None, None, None, kv])
-                        # keys left at this thread's row; first key minus first allowed query; mask wanted; tail wanted
+                        segment_factors(w, stage)
+                        # keys left at this warp's first, and what ``diagonal_mask`` wants
                         diagonal = key - item.klen + item.qlen - QUERY_TILE * low
-                        limits = self.limits(w, left, diagonal - QUERY_TILE * turn)
-                        now = (stage, phase, out, out_phase, buffer, ds_phase)
-                        x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, limits, now, now, target)
-                        turns = (turn, turn)
-                        if count > 1:
-                            last, turns = (out, out_phase), (turn, self.next_turn(turn, count))
+                        limits = (left, diagonal - QUERY_TILE * turn)
+                        now = (stage, phase, buffer, ds_phase)
+                        x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, limits, now, now)
+                        for _ in cutlass.range(count - 1, unroll=1):
+                            last, turn = (out, out_phase, stage, buffer), self.next_turn(turn, count)
                             stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
-                            now = (stage, phase, out, out_phase, buffer, ds_phase)
-                            limits = self.limits(w, left, diagonal - QUERY_TILE * turns[1])
-                            x = step(spec, SECOND, w, dV, dK, x, keys, limits, now, last, target)
-                        cute.arch.mbarrier_wait(bars.kt_full, kt_phase)
-                        for _ in cutlass.range(count - 2, unroll=1):
-                            last, before, turns = (out, out_phase), turns[0], (turns[1], self.next_turn(turns[1], count))
-                            stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
-                            now = (stage, phase, out, out_phase, buffer, ds_phase)
-                            limits = self.limits(w, left, diagonal - QUERY_TILE * turns[1])
-                            x = step(spec, STEADY, w, dV, dK, x, keys, limits, now, last, target + Int64(before) * step_bytes)
+                            now = (stage, phase, buffer, ds_phase)
+                            limits = (left, diagonal - QUERY_TILE * turn)
+                            x = step(spec, STEADY, w, dV, dK, x, keys, limits, now, last)
                         if s == segments - 1:
                             arrive(bars.k_empty + kv)
-                        now = (stage, phase, out, out_phase, buffer, ds_phase)
-                        targets = [target + Int64(turns[i]) * step_bytes for i in range(2)]
-                        x = finish_tiles(spec, w, dK, x, dq_factor, now, count > 1, targets)
-                        if s == segments - 1:
-                            arrive(bars.kt_empty)
+                        finish_tiles(spec, w, dK, out, out_phase, stage, buffer)
                         stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
                         factors = shared_floats(w.factors, 2, 8)
                         dv_factor, dk_factor = factors[0], factors[1] * reciprocal_power(x)
@@ -368,22 +371,8 @@ class BackwardMain:
                                 self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch)
                         else:
                             self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch)
-                    kt_phase = kt_phase ^ 1
             kv, kv_phase = advance(kv, kv_phase, 2)
-        if w.group == 0:  # the other's last pass
-            take_turn(w)
         cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def settle(self, w):
-        """Wait until this warp's dQ reductions are performed, not only read: those of the next key tile come after them."""
-        cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def limits(self, w, left, diagonal):
-        """Mask parameters of one step, see ``score_gradients`` and ``diagonal_mask``; ``diagonal`` of the warp's first key."""
-        row = w.lane // 4
-        return left - row, diagonal + row, diagonal + 15 > 0, left < 16
 
     @cute.jit
     def next_turn(self, turn, count):
@@ -396,8 +385,9 @@ class BackwardMain:
     @cute.jit
     def next_tile(self, stage, phase, out, out_phase, buffer, ds_phase):
         """Ring positions of the next query tile."""
-        stage, phase = advance(stage, phase, A_STAGES)
-        out, out_phase = advance(out, out_phase, B_STAGES)
+        a_stages, b_stages, _ = stages(self.spec)
+        stage, phase = advance(stage, phase, a_stages)
+        out, out_phase = advance(out, out_phase, b_stages)
         buffer, ds_phase = advance(buffer, ds_phase, 2)
         return stage, phase, out, out_phase, buffer, ds_phase
 
@@ -412,6 +402,12 @@ class BackwardMain:
             self.add_earlier(w, dV, dv_factor, segments, scratch)
             self.add_earlier(w, dK, dk_factor, segments, scratch + KEY_TILE * d * 4)
             dv_factor, dk_factor = Float32(1.0), Float32(1.0)
+        if const_expr(spec.suffix):
+            if const_expr(not spec.long):
+                for i in cutlass.range_constexpr(d // 2):
+                    dV[i] = dV[i] * dv_factor
+                dv_factor = Float32(1.0)
+            add_suffix(spec, w, dV, item, kv_heads, grads.suffix)
         if const_expr(spec.mxfp8):
             sums = (
                 (dV, dv_factor, grads.dv + row * d, grads.dv_scale + scale),
@@ -440,8 +436,8 @@ def compile_main(arch: str, spec: BackwardSpec):
     k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32
     ``[1]``, items in use; q_tiles, do_tiles: uint8 ``[tile rows, H, 2 * 64 * D]``, plain and turned; stats: fp32 ``[tile rows, H, 256]``;
     dq: fp32 or fp16 ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale:
-    uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); ints: dQ buffers,
-    tile rows of a buffer, CTAs.
+    uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); suffix: fp32 ``[tile
+    rows, H, D]`` (unused unless ``suffix``); ints: dQ buffers, tile rows of a buffer, CTAs.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     rows = symbol()
@@ -468,5 +464,6 @@ def compile_main(arch: str, spec: BackwardSpec):
         grad_scale,
         grad_scale,
         fake("float32", (symbol(), 2, KEY_TILE * d), compact=True),
+        images("float32", d),
         *[Int32(1)] * 3,
     )

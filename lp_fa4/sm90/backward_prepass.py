@@ -6,7 +6,7 @@ column sums of dO; the second writes::
     dO8 = E4M3(dO / l * 2^-e)          e: exponent of the row (smallest with no clipping), e_ref: largest of the chunk
     a   = s + e - e_ref - m            so that exp2(S + a) is P * 2^(s + e - e_ref): the exponent of dO rides in P; s = p_scale_log2
     b   = -rowsum(dO8 * Oc)            in units of the codes (or from dO before rounding)
-    c   = (l / K) * 2^(s + e - e_ref)  what is subtracted from P in dV, 0 unless centred
+    c   = (l / K) * 2^(s + e - e_ref)  what is subtracted from P in dV, 0 unless centred or suffix; K: keys that the row sees
 
 A row that does not exist or sees no key gets codes 0 and a = -inf. A row with a NaN or infinity becomes NaN codes: seen, not hidden.
 Tile images (``backward_layout``) hold the codes and the turned codes, so that plain bulk copies bring both. They are made in shared memory,
@@ -71,6 +71,7 @@ class Prepass:
         q_tiles: cute.Tensor,
         stats: cute.Tensor,
         sums: cute.Tensor,
+        suffix: cute.Tensor | None,
         dq_scale: cute.Tensor | None,
         dq: cute.Tensor,
         queries: Int32,
@@ -94,6 +95,7 @@ class Prepass:
             q_tiles,
             stats,
             sums,
+            suffix,
             dq_scale,
             dq,
             queries,
@@ -118,6 +120,7 @@ class Prepass:
         q_tiles: cute.Tensor,
         stats: cute.Tensor,
         sums: cute.Tensor,
+        suffix: cute.Tensor | None,
         dq_scale: cute.Tensor | None,
         dq: cute.Tensor,
         queries: Int32,
@@ -161,7 +164,23 @@ class Prepass:
             tiles = (left + (QUERY_TILE - 1)) // QUERY_TILE
             tile_row = tile_row + CHUNK_TILES * chunk
             self.encode(
-                dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys, buffers
+                dout,
+                out,
+                row_max,
+                row_sum,
+                dlse,
+                do_tiles,
+                stats,
+                head,
+                first,
+                left,
+                tiles,
+                tile_row,
+                row_bytes,
+                reference,
+                keys,
+                buffers,
+                (suffix, column_sums, CHUNK * chunk - length),
             )
             if const_expr(spec.dq_half):
                 dq_power = self.dq_power(k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale)
@@ -284,15 +303,35 @@ class Prepass:
 
     @cute.jit
     def encode(
-        self, dout, out, row_max, row_sum, dlse, do_tiles, stats, head, first, left, tiles, tile_row, row_bytes, reference, keys, buffers
+        self,
+        dout,
+        out,
+        row_max,
+        row_sum,
+        dlse,
+        do_tiles,
+        stats,
+        head,
+        first,
+        left,
+        tiles,
+        tile_row,
+        row_bytes,
+        reference,
+        keys,
+        buffers,
+        coherent,
     ):
-        """Second pass: dO8 and the statistics of each row."""
+        """Second pass: dO8 and the statistics of each row. ``coherent``: (sums of c * dO8, shared memory for them, this chunk's first query
+        minus the sequence's queries)."""
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         target, step = self.images(do_tiles, tile_row, head, 2 * QUERY_TILE * spec.head_dim)
         stat, stat_step = self.images(stats, tile_row, head, 4 * STAT_FLOATS)
         for tile in cutlass.range(tiles, unroll=1):
             image = self.free_image(buffers, tile)
+            weighted = cute.make_rmem_tensor(8, Float32)
+            weighted.fill(0.0)
             for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
                 r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
                 total, m = Float32(0.0), Float32(0.0)
@@ -326,15 +365,38 @@ class Prepass:
                     a = shift - m
                     if const_expr(not spec.fold_l):
                         a = a - log2(total)
-                    if const_expr(spec.centred):
-                        c = total / Float32(keys) * exp2(shift)
+                    if const_expr(spec.centred or spec.suffix):
+                        seen = keys
+                        if const_expr(spec.causal):
+                            seen = cutlass.min(keys, r + 1 + keys + coherent[2])
+                        c = total / Float32(seen) * exp2(shift)
+                    if const_expr(spec.suffix):
+                        for i, word in enumerate((low, high)):
+                            four = code_values(word)
+                            for j in cutlass.range_constexpr(4):
+                                weighted[4 * i + j] = weighted[4 * i + j] + c * four[j]
                 effect([self.place(image, r), low, high], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
                 if tid % self.lanes == 0:
                     at = stat + Int64(r // QUERY_TILE) * stat_step + 4 * (r % QUERY_TILE)
                     effect([at + 4 * STAT_A, a], "st.global.f32 [$0], $1;", "l,f")
                     effect([at + 4 * STAT_B, -delta], "st.global.f32 [$0], $1;", "l,f")
                     effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
+            if const_expr(spec.suffix):
+                self.sum_rows(weighted, coherent[1])
+                if tid < spec.head_dim:
+                    whole = Float32(0.0)
+                    for i in cutlass.range_constexpr(self.rows):
+                        whole = whole + coherent[1][i, tid]
+                    coherent[0][tile_row + tile, head, tid] = whole * (scale_of_byte(reference) * 2.0**-spec.p_scale_log2)
             self.send_image(image, target + Int64(tile) * step)
+
+    @cute.jit
+    def sum_rows(self, values, column_sums):
+        """This thread's eight column sums to shared memory."""
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(8):
+            column_sums[tid // self.lanes, 8 * (tid % self.lanes) + i] = values[i]
+        cute.arch.sync_threads()
 
     @cute.jit
     def headers(self, q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power):
@@ -439,6 +501,7 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; q: uint8
     ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless ``dq_half``); offsets_q (read if
     jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums: fp32 ``[chunk rows, H, D]``, column sums of dO;
+    suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
     dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); dq: as fp32, flat, to be zeroed;
     queries per sequence (if not jagged); softmax scale.
     """
@@ -463,6 +526,7 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         images("uint8", 2 * QUERY_TILE * d),
         images("float32", STAT_FLOATS),
         fake("float32", (symbol(), heads, d), compact=True),
+        fake("float32", (symbol(), heads, d), compact=True) if spec.suffix else None,
         fake("float32", (symbol(), heads), align=4, compact=True) if spec.dq_half else None,
         fake("float32", (symbol(),), align=16),
         Int32(1),

@@ -8,8 +8,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, float_of, inverse_of_byte
-from lp_fa4.sm90.backward_layout import KEY_TILE
-from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pinned, redux_max, shared_floats, strong_floats
+from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.backward_load import shared_ints
+from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pick_pairs, pinned, redux_max, shared_floats, strong_floats
+
+BARRIER_PAIR = 4
+"""First of four named barriers, one for two warps (32 keys)."""
 
 
 @cute.jit
@@ -19,31 +23,33 @@ def add_partial(spec, w, acc, factor, scratch: Int64, fresh):
     Vector reductions from registers took twice the time of the whole kernel on long query loops. The sums of the segment before must
     have been performed (``settle_partial``): then every word is a plain FP32 sum in program order.
     """
+    pieces = 2 if const_expr(spec.dq_half) else 4  # of a staging
     base = scratch + Int64(pinned(w.warp)) * (64 * spec.head_dim)
-    size = 32 * spec.head_dim
-    for half in cutlass.range_constexpr(2):
+    size, blocks = 64 * spec.head_dim // pieces, spec.head_dim // (8 * pieces)
+    for piece in cutlass.range_constexpr(pieces):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        for j in cutlass.range_constexpr(spec.head_dim // 16):
-            at = 4 * (half * (spec.head_dim // 16) + j)
+        for j in cutlass.range_constexpr(blocks):
+            at = 4 * (piece * blocks + j)
             four = [acc[at + i] * factor for i in range(4)]
             effect([w.staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if w.lane == 0:
+            target = base + piece * size
             if fresh:
-                effect([base + half * size, w.staging, Int32(size)], "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "l,r,r")
+                effect([target, w.staging, Int32(size)], "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "l,r,r")
             else:
                 reduction = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
-                effect([base + half * size, w.staging, Int32(size)], reduction, "l,r,r")
+                effect([target, w.staging, Int32(size)], reduction, "l,r,r")
             cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
 def settle_partial(w):
-    """Wait until the sums of the segment before are performed; the last query tile's dQ reduction may still be under way."""
+    """Wait until the sums of the segment before are performed."""
     if w.lane == 0:
-        cute.arch.cp_async_bulk_wait_group(1)
+        cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.sync_warp()
 
 
@@ -57,59 +63,82 @@ def take_partial(spec, w, acc, scratch: Int64):
             acc[4 * j + i] = acc[4 * j + i] + four[i]
 
 
-def row_pitch(spec) -> int:
-    """Distance of staged rows: 16 bytes more than a row, so that eight rows lie in different banks."""
-    return (spec.head_dim if spec.mxfp8 else 2 * spec.head_dim) + 16
+@cute.jit
+def add_suffix(spec, w, dV, item, kv_heads, suffix: Int64):
+    """Add the coherent part of dV: suffix sums (``backward_suffix``) from the first query tile on that sees all of this warp's keys."""
+    lane, tile = pinned(w.lane), Int32(0)
+    if const_expr(spec.causal):  # query i sees key j if j <= i + klen - qlen
+        first = item.n * KEY_TILE + 16 * w.warp + 15 - item.klen + item.qlen
+        tile = (cutlass.max(first, Int32(0)) + (QUERY_TILE - 1)) // QUERY_TILE
+    if tile < item.tiles:
+        for g in cutlass.range_constexpr(spec.group):
+            row = Int64(item.qrow + tile) * (kv_heads * spec.group) + item.hk * spec.group + g
+            at = suffix + row * (4 * spec.head_dim) + 8 * (lane % 4)
+            for j in cutlass.range_constexpr(spec.head_dim // 8):
+                pointer = cute.make_ptr(Float32, at + 32 * j, cute.AddressSpace.gmem, assumed_align=8)
+                two = cute.make_rmem_tensor(2, Float32)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), two)
+                for i in cutlass.range_constexpr(4):
+                    dV[4 * j + i] = dV[4 * j + i] + two[i % 2]
+
+
+def staged_row(spec) -> int:
+    """Bytes of a row that are staged at a time: a row of MXFP8, half a row of BF16. Rows lie 16 bytes further apart, so that eight rows
+    are in different banks."""
+    return spec.head_dim
 
 
 @cute.jit
-def send_rows(spec, w, lane, staging, rows: Int64, stride: Int32, left: Int32):
-    """Copy the staged rows that exist to global memory, whole sectors at a time. Bulk copies, one a row, occupied the unit that also brings
-    the operands and takes dQ away."""
-    chunks = (row_pitch(spec) - 16) // 16
+def send_rows(spec, lane, staging, rows: Int64, stride: Int32, left: Int32, split: cutlass.Constexpr):
+    """Copy the staged rows that exist to global memory, whole sectors at a time. ``split``: even and odd pairs of bytes are the columns of
+    two neighbouring blocks of eight (:func:`encode_blocks`). Bulk copies, one a row, occupied the unit that also brings the operands and
+    takes dQ away."""
+    pitch = staged_row(spec) + 16
+    chunks = staged_row(spec) // 16
     at_once = 32 // chunks
     for i in cutlass.range_constexpr(16 // at_once):
         row = at_once * i + lane // chunks
         if row < left:
-            source = staging + row * row_pitch(spec) + 16 * (lane % chunks)
-            text = "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d};}"
-            effect([rows + Int64(row) * stride + 16 * (lane % chunks), source], text, "l,r")
+            words = shared_ints(staging + row * pitch + 16 * (lane % chunks), 4)
+            out = [words[i] for i in range(4)]
+            if const_expr(split):
+                out = [pick_pairs(words[i % 2 * 2], words[i % 2 * 2 + 1], "5410" if i < 2 else "7632") for i in range(4)]
+            effect([rows + Int64(row) * stride + 16 * (lane % chunks), *out], "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r")
 
 
 @cute.jit
 def store_bf16(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32):
     """``acc * factor`` as BF16 rows at byte address ``rows`` (row stride in bytes); only the first ``left`` of 16 rows exist."""
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.sync_warp()
     lane = pinned(w.lane)
-    at = w.staging + lane % 16 * row_pitch(spec) + 16 * (lane // 16)
-    for j in cutlass.range_constexpr(spec.head_dim // 16):
-        words = [bf16x2(acc[8 * j + o] * factor, acc[8 * j + o + 1] * factor) for o in (0, 2, 4, 6)]
-        effect([at + 32 * j, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
-    cute.arch.sync_warp()
-    send_rows(spec, w, lane, w.staging, rows, stride, left)
+    at = w.staging + lane % 16 * (staged_row(spec) + 16) + 16 * (lane // 16)
+    for half in cutlass.range_constexpr(2):
+        cute.arch.sync_warp()
+        for j in cutlass.range_constexpr(spec.head_dim // 32):
+            a = spec.head_dim // 4 * half + 8 * j
+            words = [bf16x2(acc[a + o] * factor, acc[a + o + 1] * factor) for o in (0, 2, 4, 6)]
+            effect([at + 32 * j, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+        cute.arch.sync_warp()
+        send_rows(spec, lane, w.staging, rows + half * staged_row(spec), stride, left, False)
 
 
 def store_mxfp8(spec, w, sums, stride: Int32, left: Int32):
     """Both gradients as E4M3 rows and E8M0 bytes. ``sums``: (accumulator, factor, address of this warp's rows, address of its blocks'
     bytes) of each. The maximum of a 32 x 32 block is taken over two warps: one barrier for all. (The peaks of the item before are read:
-    every warp has taken its turn since.)"""
-    for i, (acc, _, _, _) in enumerate(sums):
-        block_peaks(spec, w, acc, i, left)
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.barrier(barrier_id=2 + w.group, number_of_threads=128)
-    size = 16 * row_pitch(spec)
-    for i, (acc, factor, _, scales) in enumerate(sums):
-        encode_blocks(spec, w, acc, factor, i, w.staging + size * i, scales, left)
-    cute.arch.sync_warp()
-    for i, (_, _, rows, _) in enumerate(sums):
-        send_rows(spec, w, pinned(w.lane), w.staging + size * i, rows, stride, left)
+    both warps have passed the barrier of the first exponent since.)"""
+    for i, (acc, factor, _, _) in enumerate(sums):
+        block_peaks(spec, w, acc, factor, i, left)
+    cute.arch.barrier(barrier_id=BARRIER_PAIR + w.warp // 2, number_of_threads=64)
+    for i, (acc, factor, rows, scales) in enumerate(sums):
+        cute.arch.sync_warp()
+        encode_blocks(spec, w, acc, factor, i, w.staging, scales, left)
+        cute.arch.sync_warp()
+        send_rows(spec, pinned(w.lane), w.staging, rows, stride, left, True)
 
 
 @cute.jit
-def block_peaks(spec, w, acc, which: cutlass.Constexpr, left: Int32):
-    """Largest magnitude of this warp's half of each 32 x 32 block to shared memory; NaN wins. Zeroes the rows past the end, which carry
-    garbage."""
+def block_peaks(spec, w, acc, factor, which: cutlass.Constexpr, left: Int32):
+    """Largest magnitude of this warp's half of each 32 x 32 block, times ``factor``, to shared memory; NaN wins. (Two warps may code dS
+    under different scales, so the factors may differ.) Zeroes the rows past the end, which carry garbage."""
     lane = pinned(w.lane)
     if left < 16:
         for r in cutlass.range_constexpr(2):
@@ -123,7 +152,7 @@ def block_peaks(spec, w, acc, which: cutlass.Constexpr, left: Int32):
     for i in cutlass.range_constexpr(1, 16):
         tops = [larger(tops[x], absolute(acc[16 * x + i])) for x in range(blocks)]
     for x in cutlass.range_constexpr(blocks):
-        peak = redux_max(tops[x])
+        peak = redux_max(tops[x] * factor)
         if lane == 0:
             effect([w.block_peaks + 128 * which + 16 * w.warp + 4 * x, peak], "st.shared.b32 [$0], $1;", "r,r")
 
@@ -133,21 +162,21 @@ def encode_blocks(spec, w, acc, factor, which: cutlass.Constexpr, staging, scale
     """Codes of ``acc * factor`` to the staging, the blocks' bytes to global memory."""
     lane, blocks = pinned(w.lane), spec.head_dim // 32
     pair = [shared_floats(w.block_peaks + 128 * which + 32 * (w.warp // 2) + 16 * i, blocks, 4 * blocks) for i in range(2)]
-    at = staging + lane // 4 * row_pitch(spec) + 2 * (lane % 4)
-    below = 8 * row_pitch(spec)
+    at = staging + lane % 16 * (staged_row(spec) + 16) + 16 * (lane // 16)
     for x in cutlass.range_constexpr(blocks):
         top = float_of(cutlass.max(bits_of(pair[0][x]), bits_of(pair[1][x])))
-        byte = byte_of_amax_bits(bits_of(top * factor))
+        byte = byte_of_amax_bits(bits_of(top))
         inverse = inverse_of_byte(byte) * factor  # a power of two times the factor: rounds once, as two products would
         inverse = Float32(0.0) if bits_of(top) == 0 else inverse  # 2^127 times a large factor is infinite, times 0 NaN
         if lane == 0 and w.warp % 2 == 0 and left > 0:
             effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
-        for j in cutlass.range_constexpr(4):
-            i = 16 * x + 4 * j
-            word = e4m3x4(acc[i] * inverse, acc[i + 1] * inverse, acc[i + 2] * inverse, acc[i + 3] * inverse)
-            word = Int32(0) if byte == 255 else word
-            text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; st.shared.b16 [$0], l; st.shared.b16 [$0 + {below}], h;}}"
-            effect([at + (32 * x + 8 * j), word], text, "r,r")
+        words = []
+        for p in cutlass.range_constexpr(2):  # 16 columns: a word is columns 2t, 2t + 1 of both their blocks of eight
+            for r in cutlass.range_constexpr(2):
+                i = 16 * x + 8 * p + 2 * r
+                word = e4m3x4(acc[i] * inverse, acc[i + 1] * inverse, acc[i + 4] * inverse, acc[i + 5] * inverse)
+                words.append(Int32(0) if byte == 255 else word)
+        effect([at + 32 * x, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
 
 
 @cute.jit

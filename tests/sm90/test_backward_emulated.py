@@ -1,7 +1,10 @@
 """The Hopper backward executed from its PTX, with the race checker on: pre-pass, main kernel, post-pass against the reference.
 
-The differences allowed are those of another exponent under the same rounding: a power of two changes an E4M3 code only where it becomes
-subnormal. Rounded to MXFP8 again, a gradient may fall on the other side of a tie.
+The differences allowed of dV are those of another exponent under the same rounding: a power of two changes an E4M3 code only where it
+becomes subnormal. dQ and dK: p is cut to BF16 where it becomes part of dS (0.2% of a value, root mean square), so that some codes of dS
+fall on the other side of a tie. A change of d before rounding to steps of s changes the rounded value by sqrt(d * s) in the root mean
+square: sqrt(0.002 * 0.07) = 1.2%, and as much again from MXFP8. Their errors against exact gradients must stay those of the reference, to
+the fluctuation of a small problem. The same holds of a dV without a mean part: the kernel takes the coherent part out of P where it can.
 """
 
 import json
@@ -15,11 +18,12 @@ pytestmark = pytest.mark.emulator
 
 CASES = {
     "module, two heads": dict(lengths=[100, 0, 140], queries=70),
+    "module, MXFP8, FP16 dQ": dict(lengths=[150], queries=260, heads=1, kv_heads=1, grads="mxfp8", dq_dtype="float16", growth=4.0),
     "jagged, MXFP8, slack, zero blocks beside a huge dO": dict(
         lengths=[130, 1], queries=[3, 200], heads=1, kv_heads=1, shared=False, grads="mxfp8", slack=17, size=1e9
     ),
     "causal, square blocks": dict(lengths=[150, 40], queries=[150, 70], heads=1, kv_heads=1, shared=False, causal=True, block=[32, 32]),
-    "grouped heads": dict(lengths=[130, 5], queries=70, heads=2, kv_heads=1, shared=False),
+    "causal, grouped heads": dict(lengths=[150, 40], queries=[150, 70], heads=2, kv_heads=1, shared=False, causal=True),
     "FP16 dQ, long": dict(lengths=[100], queries=600, heads=1, kv_heads=1, shared=False, block=[128, 128], dq_dtype="float16"),
     "two CTAs, empty tiles, scale moves at the end": dict(
         lengths=[300, 5], queries=140, heads=1, kv_heads=1, block=[32, 128], grads="mxfp8", dq_dtype="float16", cluster=True
@@ -27,6 +31,8 @@ CASES = {
     "head 64, scale of dS moves": dict(lengths=[150], queries=150, heads=1, kv_heads=1, dim=64, growth=8.0),
 }
 ALLOWED = {"bf16": 2e-3, "mxfp8": 5e-3}
+ALLOWED_DS = {"bf16": 0.02, "mxfp8": 0.04}
+EXCESS = 1.06
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -38,4 +44,5 @@ def test_emulated(name):
     assert len(reports) == 1
     for key, value in reports[0].items():
         if key not in ("schedule", "steps"):
-            assert value <= ALLOWED[CASES[name].get("grads", "bf16")], (key, reports[0])
+            allowed = ALLOWED_DS if key in ("dq", "dk") or (key == "dv" and "dv_mean" not in reports[0]) else ALLOWED
+            assert value <= (EXCESS if key.startswith("excess") else allowed[CASES[name].get("grads", "bf16")]), (key, reports[0])
