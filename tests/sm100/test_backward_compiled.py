@@ -20,10 +20,9 @@ def test_no_spill_and_block_scaled_products(arch, names):
         assert "UTCCP" in sass and "HMMA" not in sass
 
 
-@pytest.mark.parametrize("arch, name", [("sm_103a", "pair_module"), ("sm_100a", "pair_full")])
-def test_pairs_have_no_spill_and_plain_products(arch, name):
+def test_pairs_have_no_spill_and_plain_products():
     """The two-CTA kernel: the same limits; every product is plain FP8 over a pair, and no scale is copied to tensor memory."""
-    (report,) = lines("tests.sm100.backward_compiled", arch, name)
+    (report,) = lines("tests.sm100.backward_compiled", "sm_103a", "pair_module")
     sass = report["sass"]
     assert report["stack"] == 0 and report["local"] == 0 and not {"STL", "LDL"} & sass.keys(), report
     assert report["reg"] == 128 and report["columns"] <= 512 and report["smem"] <= SHARED_LIMIT, report
@@ -33,9 +32,11 @@ def test_pairs_have_no_spill_and_plain_products(arch, name):
 
 
 @pytest.mark.emulator
-def test_planted_faults_are_seen():
-    """A third of the sites: waits of the MMA role deleted, fences that publish dS deleted, operands and scales on accumulators."""
-    sites = lines("tests.sm100.backward_faults", "--schedules", "1", "--part", "0/3")
+@pytest.mark.parametrize("arguments", [("--part", "0/3"), ("--pairs", "--part", "0/2")])
+def test_planted_faults_are_seen(arguments):
+    """A third of the sites, half of the two-CTA kernel's: waits of the MMA role deleted, fences that publish dS deleted, operands and scales
+    on accumulators."""
+    sites = lines("tests.sm100.backward_faults", "--schedules", "1", *arguments)
     assert len(sites) >= 8
     missed = [f"{s['kind']} {s['where']}" for s in sites if s["acts"] and not s["caught"]]
     assert not missed, missed
