@@ -34,8 +34,8 @@ def test_pairs_have_no_spill_and_plain_products():
 @pytest.mark.emulator
 @pytest.mark.parametrize("arguments", [("--part", "0/3"), ("--pairs", "--part", "0/2")])
 def test_planted_faults_are_seen(arguments):
-    """A third of the sites, half of the two-CTA kernel's: waits of the MMA role deleted, fences that publish dS deleted, operands and scales
-    on accumulators."""
+    """A third of the sites, half of the two-CTA kernel's: waits of the MMA role deleted, fences that publish dS deleted, operands and
+    scales on accumulators."""
     sites = lines("tests.sm100.backward_faults", "--schedules", "1", *arguments)
     assert len(sites) >= 8
     missed = [f"{s['kind']} {s['where']}" for s in sites if s["acts"] and not s["caught"]]
