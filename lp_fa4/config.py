@@ -56,6 +56,7 @@ class AttentionConfig:
         operand_scales: where the scales of q, k and v meet the products. ``"auto"``: the backend's own way (Blackwell: inside block-scaled
             MMA; Hopper: outside). ``"outside"``: plain FP8 products, for operands with one exponent per 32 tokens and head. If V's
             exponent varies along the keys it is then folded into P (and the running maximum), which needs uncentred P.
+            With ``do_block=(32, 0)`` and ``ds_block=None`` Blackwell's backward then works by pairs of multiprocessors.
         p_scale_log2: power of two on P in the forward.
         rescale_threshold: tau, in log2 units. 0 is the plain running maximum.
         key_tile: keys per tile of the running maximum, a multiple of 32.
