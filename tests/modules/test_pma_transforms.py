@@ -6,10 +6,13 @@ from types import ModuleType
 import pytest
 import torch
 import torch._dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lp_fa4.reference
+from lp_fa4.sm90 import backward_host
 from modules import Numerics, bf16, functional, mxfp8
 from tests.conftest import offsets_of
 from tests.modules.common import DIM, HEADS, SEEDS, assert_identical, batch, exact, make, ratios, run, weights_of
@@ -52,6 +55,22 @@ def test_compile_of_changing_totals(options):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[4], f"compiled again for ordinary batches: {graphs}"
     assert graphs[-1] <= 5
+
+
+@pytest.mark.parametrize("options", [dict(), dict(value_proj=True)])
+def test_hoppers_operators_trace_without_a_kernel(options, monkeypatch):
+    """What a trace of the module on Hopper asks of shapes launches nothing: here there is no GPU, and data are fake."""
+    monkeypatch.setattr(mxfp8, "_settle", lambda device, head_dim, key, backend, **_: ("sm90", Numerics.from_key(key).for_backend("sm90")))
+    monkeypatch.setattr(backward_host, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(mxfp8, "_projection", lambda *_: pytest.fail("a projection is quantized for its shape alone"))
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        module = make(precision="mxfp8", **options)
+        x, offsets = torch.empty(1000, DIM, requires_grad=True), torch.empty(9, dtype=torch.int32)
+        out = module(x, offsets)
+        leaves = [x, *module.parameters()]
+        grads = torch.autograd.grad(out, leaves, torch.empty_like(out))
+        assert out.shape == (8, SEEDS, DIM)
+        assert [g.shape for g in grads] == [leaf.shape for leaf in leaves]
 
 
 def fix(result):
