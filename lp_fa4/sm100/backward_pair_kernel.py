@@ -289,19 +289,18 @@ class PairBackward:
             cute.arch.mbarrier_init_fence()
             cute.arch.alloc_tmem(self.plan.allocation, tmem_slot, is_two_cta=True)
         cluster_barrier()
-        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_slot)
 
         if warp < 8:
             cute.arch.setmaxregister_increase(self.tuning.compute_registers)
-            compute_role(self, args, shared, bars, tmem, warp // 4, thread % TILE)
+            compute_role(self, args, shared, bars, tmem_base(tmem_slot), warp // 4, thread % TILE)
         elif warp < 12:
             cute.arch.setmaxregister_decrease(self.tuning.reduce_registers)
-            reduce_role(self, args, shared, bars, tmem, thread - 2 * TILE)
+            reduce_role(self, args, shared, bars, tmem_base(tmem_slot), thread - 2 * TILE)
         else:
             cute.arch.setmaxregister_decrease(self.tuning.other_registers)
             if warp == MMA_WARP:
                 if cta_rank() == LEADER:
-                    mma_role(self, args, shared, bars, tmem)
+                    mma_role(self, args, shared, bars, tmem_base(tmem_slot))
             elif warp == LOAD_WARP:
                 load_role(self, args, shared, bars)
             elif warp == RELAY_WARP:
@@ -310,7 +309,7 @@ class PairBackward:
         cluster_barrier()
         if warp == MMA_WARP:
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
-            cute.arch.dealloc_tmem(tmem, self.plan.allocation, is_two_cta=True)
+            cute.arch.dealloc_tmem(tmem_base(tmem_slot), self.plan.allocation, is_two_cta=True)
 
     def shared_memory(self, storage) -> PairShared:
         """Allocate every tensor of :class:`PairShared`."""
@@ -336,6 +335,11 @@ class PairBackward:
         return PairShared(
             q, qt, k, kt, v, do, dot, ds, qt_bytes, kt_bytes, ds_bytes, ds_sent, stats, factors, floats(staging_floats(self.spec) // 2)
         )
+
+
+def tmem_base(slot):
+    """Where tensor memory was allocated. Read where it is needed (see ``cta_rank``)."""
+    return cute.arch.retrieve_tmem_ptr(Float32, 16, slot)
 
 
 @kernel_cache
