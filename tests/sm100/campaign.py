@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, nargs="+")
     parser.add_argument("--schedules", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=20)
+    parser.add_argument("--parts", type=int, help="of a row; by default as many as its queries take")
     parser.add_argument("--out", type=Path, default=Path("campaign"))
     parser.add_argument("--part", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--merge", nargs="+", type=Path, metavar=("FILE", "FOLDER"))
@@ -140,7 +141,7 @@ def main() -> None:
         for kind in which:
             module = MATRICES[kind]
             for queries in arguments.queries or module.QUERIES:
-                parts = PARTS.get(queries, 1)
+                parts = arguments.parts or PARTS.get(queries, 1)
                 for name in arguments.modes or module.MODES:
                     task = {"which": kind, "name": name, "queries": queries, "parts": parts, "schedules": arguments.schedules}
                     tasks += [{**task, "part": part} for part in range(parts)]
