@@ -8,8 +8,8 @@ varies along the contracted axis is folded into the codes; what is left is one p
 * dQ of 32 queries sums over the pair's keys (and its drain over all keys): dS carries k's exponents, and ``2^F`` is its scale.
 
 E and F are bounds, so that dS can be coded as it is made, in either CTA, without a maximum over both: with p <= 1 (the forward's exact
-maximum) and Cauchy-Schwarz, ``|dS| <= |v| |dO_q| + |D_q|``, for the largest norm of V's rows in the sequence and of dO8's rows in a block
-of 32 queries. What that costs against scales from dS itself is in ``BACKWARD.md``.
+maximum; 1 / l where dO is not divided by l) and Cauchy-Schwarz, ``|dS| <= |v| |dO_q| + |D_q|``, for the largest norm of V's rows in the
+sequence and of dO8's rows in a block of 32 queries. What that costs against scales from dS itself is in ``BACKWARD.md``.
 """
 
 import torch

@@ -11,7 +11,8 @@ A row that does not exist or sees no key has a = -inf and no part in its block's
 codes 0. Codes keep dO's place (jagged rows), scales go by the 128-row tile rule.
 
 For the two-CTA kernel (``token_blocks``) a block is 32 queries and the whole head dimension, its exponent is applied outside the products:
-no scale layouts, D is stored as ``-D * 2^-e``, and of each block ``2^e``, the largest norm of a row of dO8 and the largest ``|D|``.
+no scale layouts, D is stored as ``-D * 2^-e``, and of each block ``2^e``, the largest norm of a row of dO8 and the largest ``|D|``, both
+times the largest P that the row can have (1, or 1 / l where dO is not divided by l).
 """
 
 import math
@@ -261,8 +262,11 @@ class Prepass:
                     c = length / Float32(keys) * 2.0**spec.p_scale_log2
             delta = delta if sees else Float32(0.0)
             if const_expr(spec.token_blocks):
-                norm = cute.arch.fmax(norm, square)
-                peak_delta = cute.arch.fmax(peak_delta, cute.arch.fmax(delta, -delta))
+                most = Float32(1.0)  # the largest P of this row
+                if const_expr(not spec.fold_l):
+                    most = Float32(1.0) / length if sees else Float32(0.0)
+                norm = cute.arch.fmax(norm, square * most * most)
+                peak_delta = cute.arch.fmax(peak_delta, cute.arch.fmax(delta, -delta) * most)
                 delta = -delta * up
             if lane % lanes == 0:
                 for kind, value in enumerate((a, delta, c)):
