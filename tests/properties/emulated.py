@@ -1,0 +1,165 @@
+"""The properties on kernels that the emulator executes, under a schedule of their own each and with the race checker.
+
+    python -m tests.properties.emulated sm_90a [--examples 4] [--only mx_attention] [--properties isolation,permutation]
+    python -m tests.properties.emulated sm_90a --named
+
+Prints one line of JSON a test (``{"test", "inputs", "seconds"}``, with ``"error"`` if it failed) and exits with the number of failures.
+A process of its own: the DSL fixes its target at the first import, so nothing may have imported it before.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tests.emulator import capture, waivers
+
+if TYPE_CHECKING:
+    from tests.properties import subjects
+
+BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+_turns = itertools.count()
+
+
+@functools.cache
+def import_everything() -> None:
+    """Modules that a call would first import while names are replaced would keep what they found then."""
+    for name in ("lp_fa4", "fused_ops", "modules"):
+        package = importlib.import_module(name)
+        for info in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if info.name != "modules.torchrec":
+                importlib.import_module(info.name)
+
+
+@contextlib.contextmanager
+def emulating(arch: str) -> Iterator[None]:
+    """Calls on CPU tensors go to the kernels of ``arch``; every call is run under another schedule."""
+    from lp_fa4 import dispatch
+    from tests.emulator.api import Schedule
+    from tests.emulator.ours import emulated
+
+    import_everything()
+    served = BACKENDS[arch]
+    only = lambda name, device: "" if name == served else f"{name} is not emulated here"  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        for module in (dispatch, importlib.import_module("fused_ops.backend")):
+            stack.enter_context(mock.patch.object(module, "device_reason", only))
+        turn = next(_turns)
+        schedule = Schedule(("eager", "pct", "lazy", "random")[turn % 4], turn)
+        stack.enter_context(emulated(schedule, arch, multiprocessors=2, check=True, waivers=waivers.OURS_SM90))
+        yield
+
+
+def place_of(arch: str, narrow: bool) -> "subjects.Place":
+    """The emulated device: one head of 64, BF16."""
+    import torch
+
+    from tests.properties import subjects
+
+    name, backend = f"emulated {arch}", BACKENDS[arch]
+    return subjects.Place(name, backend, heads=1, dim=64, dtypes=(torch.bfloat16,), around=lambda: emulating(arch), narrow=narrow)
+
+
+def tests_of(
+    arch: str, only: str, exactly: bool, properties: str, named: bool, narrow: bool
+) -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """Operation (or case), property and test of everything that is asked for."""
+    from tests.properties import subjects, test_batches, test_layouts_kernels
+    from tests.properties.named import CASES
+
+    def wanted(name: str, words: str) -> bool:
+        return not words or any(word.strip() in name for word in words.split(","))
+
+    place = place_of(arch, narrow)
+    made = subjects.subjects_at(place)
+    subjects.SUBJECTS.update(made)
+    if named:
+        for name, case in CASES.items():
+            if wanted(name, only):
+                yield name, "named", functools.partial(case, place)
+        return
+    if wanted("layouts", only):
+        for about, test in vars(test_layouts_kernels).items():
+            if (
+                about.startswith("test_")
+                and wanted(about, properties)
+                and (arch == "sm_90a" or about not in test_layouts_kernels.HOPPERS_OWN)
+            ):
+                for more in [{"axis": 0}, {"axis": 1}] if "swizzle" in about else [{}]:
+                    yield "layouts", about, functools.partial(test, place=place, **more)
+    tests = {n: t for n, t in vars(test_batches).items() if n.startswith("test_")}
+    for (name, subject), (about, test) in itertools.product(made.items(), tests.items()):
+        operation = subject.name == only if exactly else wanted(subject.name, only)
+        if operation and wanted(about, properties):
+            yield name, about, functools.partial(test, name=name)
+
+
+def run(
+    arch: str,
+    *,
+    examples: int = 4,
+    random: bool = False,
+    only: str = "",
+    exactly: bool = False,
+    properties: str = "",
+    named: bool = False,
+    narrow: bool = False,
+    seconds: float = float("inf"),
+) -> Iterator[dict[str, Any]]:
+    """A report of each test (``main`` has the arguments). The first call in a process fixes ``examples`` and ``random``."""
+    os.environ.setdefault("LP_FA4_EXAMPLES", str(examples))
+    os.environ.setdefault("LP_FA4_RANDOM", str(int(random)))
+    from tests.properties import tally
+
+    started = time.monotonic()
+    for name, about, test in tests_of(arch, only, exactly, properties, named, narrow):
+        if time.monotonic() - started > seconds:
+            return
+        before, since = tally.inputs(), time.process_time()
+        report: dict[str, Any] = {"test": f"{about}[{name}]"}
+        try:
+            test()
+        except Exception as error:
+            report["error"] = "".join(traceback.format_exception(error))[-4000:]
+        report.update(inputs=tally.inputs() - before, seconds=round(time.process_time() - since, 1))
+        tally.save()
+        yield report
+
+
+def reports(arch: str, **options: Any) -> dict[str, list[dict[str, Any]]]:
+    """``run`` for ``tests.emulator.worker``."""
+    return {"reports": list(run(arch, **options))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arch", choices=sorted(BACKENDS))
+    parser.add_argument("--examples", type=int, default=4, help="inputs a property and operation; the first is always the simplest one")
+    parser.add_argument("--random", action="store_true", help="other inputs every time")
+    parser.add_argument("--only", default="", help="operations whose name contains this, or several, separated by commas")
+    parser.add_argument("--exactly", action="store_true", help="the operation has the name that --only gives, no other")
+    parser.add_argument("--properties", default="", help="tests whose name contains this, or several, separated by commas")
+    parser.add_argument("--named", action="store_true", help="the named cases instead")
+    parser.add_argument("--narrow", action="store_true", help="one kernel of each kind: not causal, deterministic")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other test after so long")
+    chosen = parser.parse_args()
+    capture.install(chosen.arch)
+    failures = 0
+    for report in run(**vars(chosen)):
+        failures += "error" in report
+        print(json.dumps(report), flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
