@@ -28,6 +28,20 @@ def nan_unless_finite(x):
     return Float32(inline_ptx(T.f32(), [x], "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f"))
 
 
+def half_place(column, columns: int):
+    """Where the staged kernel keeps the FP32 of a column: first fours of all eights, then second fours."""
+    return column % 8 // 4 * (columns // 2) + column // 8 * 4 + column % 4
+
+
+@cute.jit
+def load(source: cute.Tensor, row, column: Int32, out: cute.Tensor):
+    """As many elements of a row as ``out`` has, at a multiple of their size, in one access; 64-bit offsets."""
+    pointer = source.iterator + cute.crd2idx((Int64(row), column), source.layout)
+    size = cute.size(out) * source.element_type.width // 8
+    aligned = cute.make_ptr(source.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=size)
+    cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(out.shape)), out)
+
+
 @cute.jit
 def load8(source: cute.Tensor, row, column: Int32, out: cute.Tensor):
     """Eight elements of a row into registers of the same type, 16 bytes at a time; 64-bit offsets."""

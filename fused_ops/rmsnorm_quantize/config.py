@@ -96,16 +96,17 @@ class NormSpec:
 
     @property
     def copied_rows(self) -> int:
-        """Rows whose codes are turned together: two groups (half a line of the copy) where two buffers of them leave room, else one."""
+        """Rows whose codes are turned together: a whole tile (a line of the copy) or half of one, where that leaves room for two groups,
+        else one group."""
         group = 32 * self.columns * (4 if self.dtype == "float32" else 2)
-        return 64 if 2 * group + 2 * 64 * self.columns + 20 * self.columns + 2048 <= STAGED_BYTES else 32
+        left = STAGED_BYTES - 2048 - 20 * self.columns - 2 * group
+        return next((rows for rows in (ROWS, ROWS // 2) if rows * self.columns <= left), ROWS // 4)
 
     @property
     def shared_words(self) -> int:
-        """32-bit words of the staged kernel for two buffers of codes, in one of which the warps' column sums lie when it is free."""
-        codes = 2 * self.copied_rows * self.columns // 4 if self.copy else 0
-        sums = 8 * self.columns if self.centred else 0
-        return max(codes, sums * (2 if self.copy else 1), 4)
+        """32-bit words of the staged kernel for codes on their way to the copy, in whose place the warps' column sums lie after them."""
+        codes = self.copied_rows * self.columns // 4 if self.copy else 0
+        return max(codes, 8 * self.columns if self.centred else 0, 4)
 
     @property
     def lanes(self) -> int:

@@ -30,7 +30,7 @@ from fused_ops.scale_layout.kernel import WORDS, atom_source
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max
 from lp_fa4.common.sequence import find_sequence, region_groups
-from lp_fa4.common.sequence_vectors import sum_tiles
+from lp_fa4.common.sequence_vectors import MAX_SUMMED, sum_tiles
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import GROUP, scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
@@ -495,6 +495,7 @@ def _compile_staged_norm(arch: str, offsets_dtype: str | None, spec: NormSpec):
         fake("float32", (symbol(), columns), compact=True) if spec.centred else None,
         fake("bfloat16", (tokens, columns), compact=True) if spec.keep else None,
         fake("uint8", (columns // spec.copy, spec.copy, symbol(32)), compact=True) if spec.copy else None,
+        fake("int32", (1,), align=4),
         Float32(0.0),
         Int32(1),
     )
@@ -548,8 +549,15 @@ def rmsnorm_quantize(
     blocks, dense = columns // block[1], offsets is None
     sequences = 1 if offsets is None else offsets.shape[0] - 1
     rows = scale_rows(tokens, offsets)
-    given = None
-    if block[0] == 0:
+    spec = NormSpec(
+        columns, dtype_name(x), dtype_name(weight), *block, dense=dense, centred=center, keep=keep,
+        sf_columns=1 in scale_axes, sf_tokens=0 in scale_axes, copy=head_dim if copied else 0,
+    )  # fmt: skip
+    staged = spec.stages > 0 and (not dense or x.numel() == tokens * columns)
+    given, bound = None, False
+    if block[0] == 0 and exponent is None and center and staged and sequences and tokens:  # the mean's kernel makes them
+        given, bound = empty((1, blocks), dtype=torch.uint8), True
+    elif block[0] == 0:
         given = bound_bytes(weight, block[1], center) if exponent is None else static_bytes(exponent, blocks, x.device)[None]
     token_tiles, column_tiles = sf_tiles(tokens, offsets), -(-columns // ROWS)
     atoms = (
@@ -583,15 +591,13 @@ def rmsnorm_quantize(
                 tensor.zero_()
         return made
     flat, gain = aligned(x.reshape(-1, columns)), aligned(weight.reshape(1, columns))
-    spec = NormSpec(
-        columns, dtype_name(x), dtype_name(weight), *block, dense=dense, centred=center, keep=keep,
-        sf_columns=1 in scale_axes, sf_tokens=0 in scale_axes, copy=head_dim if copied else 0,
-    )  # fmt: skip
-    staged = spec.stages > 0 and (not dense or flat.shape[0] == tokens)
-    mean, scaled, parts, bounds = None, None, None, offsets
+    mean, ordered, parts, bounds = None, None, None, offsets
+    ticket = None
+    if staged:  # of the tiles that are drawn; the mean's kernel makes it 0
+        ticket = empty(1, dtype=torch.int32) if center else x.new_zeros(1, dtype=torch.int32)
     if center:
         bounds = torch.arange(0, 2 * tokens, tokens, device=x.device) if offsets is None else offsets
-        mean, scaled = sampled_mean(flat, gain, eps, bounds, given if staged else None)
+        mean, ordered = sampled_mean(flat, gain, eps, bounds, given if staged else None, bound=bound, ticket=ticket)
         parts = empty((token_tiles, columns), dtype=torch.float32)
         made = made._replace(mean=mean)
     arch, kind = arch_of(x.device), None if offsets is None else dtype_name(offsets)
@@ -605,7 +611,7 @@ def rmsnorm_quantize(
     if staged:
         ctas = min(STAGED_CTAS * multiprocessors(x.device), token_tiles)
         compiled = _compile_staged_norm(arch, kind, spec)
-        launch(compiled, x.device, flat, gain, offsets, scaled, given, *outputs, made.copy, eps, ctas)
+        launch(compiled, x.device, flat, gain, offsets, ordered, given, *outputs, made.copy, ticket, eps, ctas)
     else:
         words = [None if a is None else a.view(torch.int32).reshape(a.shape[0], a.shape[1], WORDS) for a in atoms]
         compiled = _compile_norm_quantize(arch, kind, spec)
@@ -615,6 +621,7 @@ def rmsnorm_quantize(
         made = made._replace(copy=transposed_copy(made.codes.unflatten(1, (copy_heads, head_dim)), starts, "accumulator"))
     if parts is None:
         return made
-    width = next(n for n in (128, 64, 32) if columns % n == 0)  # a CTA sums so many columns of a sequence
+    # A CTA sums so many columns of a sequence.
+    width = columns if columns <= MAX_SUMMED else next(n for n in (MAX_SUMMED, 128, 64, 32) if columns % n == 0)
     total = sum_tiles(parts.unflatten(1, (columns // width, width)), bounds)
     return made._replace(total=total.flatten(1))

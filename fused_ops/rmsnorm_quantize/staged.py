@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from fused_ops.places import bulk_copy, first_sequence, place
-from fused_ops.rmsnorm_quantize.arithmetic import mul, rsqrt, store, sub
+from fused_ops.rmsnorm_quantize.arithmetic import half_place, mul, rsqrt, store, sub
 from fused_ops.rmsnorm_quantize.config import ROWS, NormSpec
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, scale_of_byte, transpose4x4
@@ -55,6 +55,7 @@ class StagedNorm:
         sums: cute.Tensor,
         normed: cute.Tensor,
         copy: cute.Tensor,
+        ticket: cute.Tensor,
         eps: Float32,
         ctas: Int32,
         stream,
@@ -63,12 +64,13 @@ class StagedNorm:
         tiles = cute.ceil_div(tokens, ROWS)
         if const_expr(not self.spec.dense):
             tiles = tokens // ROWS + Int32(offsets.shape[0]) - 1
-        self.kernel(x, weight, offsets, means, given, codes, scales, rstd, sums, normed, copy, eps, tokens, tiles).launch(
+        self.kernel(x, weight, offsets, means, given, codes, scales, rstd, sums, normed, copy, ticket, eps, tokens, tiles).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=2,
             preferred_smem_carveout=100,  # left open, the compiler would ask a device for its size
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -85,6 +87,7 @@ class StagedNorm:
         sums: cute.Tensor,
         normed: cute.Tensor,
         copy: cute.Tensor,
+        ticket: cute.Tensor,
         eps: Float32,
         tokens: Int32,
         tiles: Int32,
@@ -116,7 +119,7 @@ class StagedNorm:
         )
         io = Bundle(
             x=x, offsets=offsets, means=means, given=given, codes=codes, scales=scales, rstd=rstd, sums=sums, normed=normed, copy=copy,
-            tokens=tokens, tiles=tiles, first=cute.arch.block_idx()[0], step=cute.arch.grid_dim()[0], eps=eps,
+            ticket=ticket, tokens=tokens, tiles=tiles, first=cute.arch.block_idx()[0], step=cute.arch.grid_dim()[0], eps=eps,
         )  # fmt: skip
         if warp == 0:
             with cute.arch.elect_one():
@@ -127,12 +130,15 @@ class StagedNorm:
                     cute.arch.mbarrier_init(bars.item_full + i, 1)
                     cute.arch.mbarrier_init(bars.item_empty + i, WARPS)
             cute.arch.mbarrier_init_fence()
+        # What came before on the stream is over from here on; what comes next may be put in place (and waits in the same way).
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         gain, maxima = s.gain, s.maxima
         for i in cutlass.range(tid, columns, THREADS, unroll=1):
             value = weight[0, i].to(Float32)
             if const_expr(spec.static):
                 value = value * inverse_of_byte(Int32(given[0, i // spec.width])) if cute.math.absf(value) < 2.0**120 else Float32.nan
-            gain[i] = value
+            gain[half_place(i, columns)] = value
         if const_expr(not spec.static):
             for i in cutlass.range(tid, 3 * spec.blocks, THREADS, unroll=1):
                 maxima[i % spec.blocks, i // spec.blocks] = 0
@@ -151,7 +157,12 @@ class StagedNorm:
         row_step = Int64(io.x.stride[0]) * self.element
         stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(1)
         near = first_sequence(spec.dense, io.offsets, io.first)
-        for tile in cutlass.range(io.first, io.tiles, io.step, unroll=1):
+        tile, drawn, ticket = Int32(io.first), Int32(0), io.ticket.iterator
+        while tile < io.tiles:
+            # Drawn, and early: some multiprocessors are a third faster than others at moving the same bytes.
+            if lane == 0:
+                drawn = cute.arch.atomic_add(ticket, Int32(1))
+            following = io.step + cute.arch.shuffle_sync(drawn, 0)
             token, end, limit, row, region, near = place(spec.dense, io.offsets, io.tokens, tile, near)
             cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
             cute.arch.fence_view_async_shared()
@@ -191,6 +202,11 @@ class StagedNorm:
                 stage = stage + 1
                 if stage == self.stages:
                     stage, phase = Int32(0), phase ^ 1
+            tile = following
+        cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+        with cute.arch.elect_one():
+            item[5, slot] = Int32(-1)
+            cute.arch.mbarrier_arrive(bars.item_full + slot)
 
     @cute.jit
     def groups(self, token: Int32, limit: Int32, region: Int32) -> Int32:
@@ -203,56 +219,60 @@ class StagedNorm:
         spec, item = self.spec, s.item
         tid, _, _ = cute.arch.thread_idx()
         lane, row0 = tid % spec.lanes, tid // spec.lanes
-        stage, phase, slot, slot_phase, turn, side = (Int32(0) for _ in range(6))
+        stage, phase, slot, slot_phase, turn = (Int32(0) for _ in range(5))
         together = spec.copied_rows // GROUP
-        for tile in cutlass.range(io.first, io.tiles, io.step, unroll=1):
-            cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+        cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+        tile = item[5, slot]
+        while tile >= 0:
             token, end, limit = item[0, slot], item[1, slot], item[2, slot]
-            at = Bundle(token=token, end=end, limit=limit, row=item[3, slot], region=item[4, slot], tile=tile, slot=slot)
+            # What is needed once a tile or once a group is read again there: registers are scarce.
+            at = Bundle(token=token, end=end, limit=limit, slot=slot)
             totals = cute.make_rmem_tensor((8, spec.slabs), Float32)
             totals.fill(0.0)
-            count = self.groups(token, limit, at.region)
+            count = self.groups(token, limit, item[4, slot])
             for group in cutlass.range(count, unroll=1):
                 cute.arch.mbarrier_wait(bars.full + stage, phase)
-                self.group_of(io, s, bars, at, group, stage, turn, side, lane, row0, totals)
+                self.group_of(io, s, bars, at, group, stage, turn, lane, row0, totals)
                 if const_expr(spec.copy):  # noqa: SIM102 - one is decided at compile time
                     if (group % together == together - 1) | (group == count - 1):
-                        # The other buffer is free then: who got here has stored it. So one barrier a buffer is enough.
                         cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
-                        self.store_copy(io, s, at, group // together, side)
-                        side = side ^ 1
+                        self.store_copy(io, s, at, group // together)
+                        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
                 stage = stage + 1
                 if stage == self.stages:
                     stage, phase = Int32(0), phase ^ 1
-                turn = turn + 1
-                if turn == 3:
-                    turn = Int32(0)
+                if const_expr(not spec.static):
+                    turn = turn + 1
+                    if turn == 3:
+                        turn = Int32(0)
             if const_expr(spec.centred):
-                self.column_sums(io, s, at, lane, side, totals)
+                self.column_sums(io, s, at, lane, totals)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars.item_empty + slot)
             slot = slot + 1
             if slot == ITEMS:
                 slot, slot_phase = Int32(0), slot_phase ^ 1
+            cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+            tile = item[5, slot]
 
     @cute.jit
-    def group_of(self, io, s, bars, at, group: Int32, stage: Int32, turn: Int32, side: Int32, lane, row0, totals: cute.Tensor):
-        """Rows of one group: factors, values, codes. Rows of static blocks are independent: two at a time hide latency; one, in a loop,
-        leaves the copy its registers."""
+    def group_of(self, io, s, bars, at, group: Int32, stage: Int32, turn: Int32, lane, row0, totals: cute.Tensor):
+        """Rows of one group: factors, values, codes. Rows of static blocks are independent: two at a time hide latency and share loads of
+        weight and mean."""
         spec, passes = self.spec, self.passes
         empty = bars.empty + stage
         if const_expr(not spec.static):
-            self.rows_of(io, s, at, group, stage, turn, side, lane, row0, 0, passes, empty, totals)
-        elif const_expr(spec.copy):
+            self.rows_of(io, s, at, group, stage, turn, lane, row0, 0, passes, empty, totals)
+        elif const_expr(spec.keep and spec.columns > 384):  # no registers for two
             for first in cutlass.range(passes, unroll=1):
-                self.rows_of(io, s, at, group, stage, turn, side, lane, row0, first, 1, None, totals)
+                self.rows_of(io, s, at, group, stage, turn, lane, row0, first, 1, None, totals)
             self.release(empty)
         else:
             for first in cutlass.range_constexpr(0, passes, 2):
                 together = min(2, passes - first)
                 done = empty if const_expr(first + together == passes) else None
-                self.rows_of(io, s, at, group, stage, turn, side, lane, row0, first, together, done, totals)
+                self.rows_of(io, s, at, group, stage, turn, lane, row0, first, together, done, totals)
 
     @cute.jit
     def release(self, barrier):
@@ -262,7 +282,7 @@ class StagedNorm:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def rows_of(self, io, s, at, group, stage, turn, side, lane, row0, first, together: cutlass.Constexpr, empty, totals: cute.Tensor):
+    def rows_of(self, io, s, at, group, stage, turn, lane, row0, first, together: cutlass.Constexpr, empty, totals: cute.Tensor):
         """Passes ``first`` … ``first + together - 1`` of a group; ``empty``: barrier to arrive at once x is in registers, or None."""
         spec, slabs, rstd = self.spec, self.spec.slabs, io.rstd
         values = cute.make_rmem_tensor((8, slabs, together), Float32)
@@ -294,11 +314,11 @@ class StagedNorm:
                 if const_expr(spec.static):
                     for p in cutlass.range_constexpr(together):
                         row = GROUP * group + row0 + (first + p) * self.row_step
-                        self.emit(io, s, at, values[None, k, p], inside[p], Int32(0), row, 8 * chunk, side)
+                        self.emit(io, s, at, values[None, k, p], inside[p], Int32(0), row, 8 * chunk)
             if const_expr(not spec.static):
                 self.contribute(s, values, inside, k, chunk, turn)
         if const_expr(not spec.static):
-            self.emit_blocks(io, s, at, group, turn, side, lane, row0, inside, values)
+            self.emit_blocks(io, s, at, group, turn, lane, row0, inside, values)
 
     @cute.jit
     def read(self, io, s, stage: Int32, row, lane, inside, values: cute.Tensor):
@@ -327,9 +347,9 @@ class StagedNorm:
     def normalise(self, s, at, k: cutlass.Constexpr, column: Int32, factor, values: cute.Tensor):
         """``x * rstd * weight - mean`` of slab ``k`` in place, each step rounded as the definition has it."""
         gain, mean = (cute.make_rmem_tensor(8, Float32) for _ in range(2))
-        self.vector(s.gain.iterator.toint() + 4 * column, gain)
+        self.vector(s.gain.iterator.toint() + 2 * column, gain)
         if const_expr(self.spec.centred):
-            self.vector(s.mean.toint() + 4 * (at.slot * self.spec.columns + column), mean)
+            self.vector(s.mean.toint() + 4 * at.slot * self.spec.columns + 2 * column, mean)
         for p in cutlass.range_constexpr(len(factor)):
             for i in cutlass.range_constexpr(8):
                 value = mul(mul(values[i, k, p], factor[p]), gain[i])
@@ -337,9 +357,13 @@ class StagedNorm:
 
     @cute.jit
     def vector(self, address, out: cute.Tensor):
-        """Eight FP32 of shared memory."""
-        source = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), out)
+        """Eight FP32 of shared memory, as ``half_place`` has them: neighbours' fours lie side by side, so that banks are read in turn."""
+        for i in cutlass.range_constexpr(2):
+            source = cute.make_ptr(Float32, address + 2 * i * self.spec.columns, cute.AddressSpace.smem, assumed_align=16)
+            piece = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), piece)
+            for j in cutlass.range_constexpr(4):
+                out[4 * i + j] = piece[j]
 
     @cute.jit
     def contribute(self, s, values: cute.Tensor, inside, k: cutlass.Constexpr, chunk: Int32, turn: Int32):
@@ -360,10 +384,10 @@ class StagedNorm:
             cute.arch.atomic_max(maxima.iterator + cute.crd2idx((8 * chunk // spec.width, turn), maxima.layout), top)
 
     @cute.jit
-    def emit_blocks(self, io, s, at, group: Int32, turn: Int32, side: Int32, lane, row0, inside, values: cute.Tensor):
+    def emit_blocks(self, io, s, at, group: Int32, turn: Int32, lane, row0, inside, values: cute.Tensor):
         """Codes and scales of a group, once all warps have contributed. Three sets of maxima: one is read, the next may already be
         written, the one after is cleared; so one barrier a group is enough."""
-        spec, maxima, scales = self.spec, s.maxima, io.scales
+        spec, maxima, scales, item = self.spec, s.maxima, io.scales, s.item
         tid, _, _ = cute.arch.thread_idx()
         cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
         cleared = turn + 2
@@ -371,18 +395,18 @@ class StagedNorm:
             cleared = cleared - 3
         for i in cutlass.range(tid, spec.blocks, COMPUTE, unroll=1):
             maxima[i, cleared] = 0
-            if group < at.region:
-                scales[Int64(at.row + group), i] = Uint8(byte_of_amax_bits(maxima[i, turn]))
+            if group < item[4, at.slot]:
+                scales[Int64(item[3, at.slot] + group), i] = Uint8(byte_of_amax_bits(maxima[i, turn]))
         for k in cutlass.range_constexpr(spec.slabs):
             chunk = lane + k * spec.lanes
             if chunk < spec.chunks:
                 byte = byte_of_amax_bits(maxima[8 * chunk // spec.width, turn])
                 for p in cutlass.range_constexpr(len(inside)):
                     row = GROUP * group + row0 + p * self.row_step
-                    self.emit(io, s, at, values[None, k, p], inside[p], byte, row, 8 * chunk, side)
+                    self.emit(io, s, at, values[None, k, p], inside[p], byte, row, 8 * chunk)
 
     @cute.jit
-    def emit(self, io, s, at, values: cute.Tensor, inside, byte: Int32, row: Int32, column: Int32, side: Int32):
+    def emit(self, io, s, at, values: cute.Tensor, inside, byte: Int32, row: Int32, column: Int32):
         """Quantize a chunk of the tile's row ``row`` and store it if the row is to be written; 0 where it is not ``inside``."""
         spec, given = self.spec, io.given
         words = cute.make_rmem_tensor(2, Uint32)
@@ -403,7 +427,7 @@ class StagedNorm:
                     rounded[i] = (values[i] * factor if inside else Float32(0.0)).to(BFloat16)
                 store(rounded, io.normed, at.token + row, column, 16)
         if const_expr(spec.copy):
-            local = row % spec.copied_rows + spec.copied_rows * side
+            local = row % spec.copied_rows
             cell = s.words + self.code_word(local, column // 16) + column // 8 % 2 * 2
             pair = cute.make_ptr(Uint32, cell.toint(), cute.AddressSpace.smem, assumed_align=8)
             cute.autovec_copy(words, cute.make_tensor(pair, cute.make_layout(2)))
@@ -415,17 +439,17 @@ class StagedNorm:
         return row * (self.spec.columns // 4) + 4 * (chunk ^ (max(span // runs, 1) * (row // 16 % min(runs, span))))
 
     @cute.jit
-    def store_copy(self, io, s, at, half: Int32, side: Int32):
-        """A buffer's codes with tokens innermost: a thread takes four columns of a run of 16 tokens."""
-        spec, staged = self.spec, s.words
+    def store_copy(self, io, s, at, part: Int32):
+        """The buffer's codes with tokens innermost: a thread takes four columns of a run of 16 tokens."""
+        spec, staged, item = self.spec, s.words, s.item
         tid, _, _ = cute.arch.thread_idx()
-        position = GROUP * at.row if const_expr(not spec.dense) else at.token
+        position = GROUP * item[3, at.slot]
         order = ORDERS["accumulator"]
         rows = spec.copied_rows
         runs = rows // 16
-        limit = GROUP * at.region - rows * half
+        limit = GROUP * item[4, at.slot] - rows * part
         pitch = Int64(io.copy.shape[2])  # heads and columns are compact: a column is a row of positions
-        start = io.copy.iterator.toint() + position + rows * half
+        start = io.copy.iterator.toint() + position + rows * part
         for unit in cutlass.range(tid, spec.columns // 4 * runs, COMPUTE, unroll=1):
             run, quad = unit % runs, unit // runs
             if 16 * run < limit:
@@ -433,7 +457,7 @@ class StagedNorm:
                 for i in cutlass.range_constexpr(4):
                     found = []
                     for j in cutlass.range_constexpr(4):
-                        row = rows * side + 16 * run + order[4 * i + j]
+                        row = 16 * run + order[4 * i + j]
                         cell = cute.make_tensor(staged + self.code_word(row, quad // 4) + quad % 4, cute.make_layout(1))
                         found.append(Int32(cell[0]))
                     turned = transpose4x4(*found)
@@ -445,13 +469,11 @@ class StagedNorm:
                     cute.autovec_copy(words[None, d], cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
-    def column_sums(self, io, s, at, lane, side: Int32, totals: cute.Tensor):
+    def column_sums(self, io, s, at, lane, totals: cute.Tensor):
         """The tile's column sums: over a warp's rows by butterfly, then over the warps, in order."""
-        spec, columns, given, sums = self.spec, self.spec.columns, io.given, io.sums
+        spec, columns, given, sums, item = self.spec, self.spec.columns, io.given, io.sums, s.item
         tid, _, _ = cute.arch.thread_idx()
-        # In the buffer of codes that is free: the last one may still be being stored.
-        first = side * (spec.shared_words // 2) if const_expr(spec.copy) else Int32(0)
-        parts = cute.make_tensor(cute.recast_ptr(s.words + first, dtype=Float32), cute.make_layout((columns, WARPS)))
+        parts = cute.make_tensor(cute.recast_ptr(s.words, dtype=Float32), cute.make_layout((columns, WARPS)))
         for k in cutlass.range_constexpr(spec.slabs):
             for i in cutlass.range_constexpr(8):
                 total = totals[i, k]
@@ -470,5 +492,5 @@ class StagedNorm:
                 total = total + parts[column, w]
             if const_expr(spec.static):
                 total = total * scale_of_byte(Int32(given[0, column // spec.width]))
-            sums[Int64(at.tile), column] = total
+            sums[Int64(item[5, at.slot]), column] = total
         cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)

@@ -6,29 +6,33 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from torch import Tensor
 
-from fused_ops.places import bulk_copy
-from fused_ops.rmsnorm_quantize.arithmetic import load8, mul, rsqrt
+from fused_ops.rmsnorm_quantize.arithmetic import half_place, load, load8, mul, rsqrt
 from fused_ops.rmsnorm_quantize.reference import MEAN_ROWS
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, float_of, inverse_of_byte, magnitude_max, warp_max
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 
 THREADS = 256
 WARPS = THREADS // 32
-STAGED_BYTES = 100 * 1024
-"""Rows of a sequence that are read through shared memory; wider ones twice from global memory."""
+HELD_COLUMNS = 1024
+"""Rows of a sequence up to so wide stay in registers between their two uses; wider ones are read twice from global memory."""
+HELD_WORDS = 16
+"""Chunks of four columns of BF16 that a thread asks for at once."""
 
 
 class SampledMean:
-    """FP32 mean of ``n = min(64, K)`` normed rows ``start + i * K // n`` of each sequence, added in order; 0 for an empty one.
+    """FP32 mean of ``n = min(64, K)`` normed rows ``start + i * K // n`` of each sequence; 0 for an empty one.
 
-    One CTA a sequence: all rows are asked for at once, a warp takes a row for its factor, then threads own pairs of columns. ``width``:
-    columns under a given exponent, by whose inverse a second copy is multiplied; 0 for none.
+    One CTA a sequence, a warp a row; the warps' sums are added in order. ``staged``: what the staged kernel needs too: a second copy in its
+    order (``arithmetic.half_place``), and a ``ticket`` of 0. ``width``: columns under a given exponent, by whose inverse the second copy is
+    multiplied; 0 for none. ``factor``: not 0: nothing is given, the exponents are those of :class:`BoundBytes` and are written.
     """
 
-    def __init__(self, columns: int, width: int, element: int):
-        self.columns, self.width = columns, width
-        self.row_bytes = columns * element
-        self.staged = MEAN_ROWS * self.row_bytes <= STAGED_BYTES
+    def __init__(self, columns: int, width: int, element: int, staged: bool, factor: float = 0.0):
+        self.columns, self.width, self.staged, self.factor = columns, width, staged, factor
+        self.slabs = -(-columns // 128)
+        self.held = columns <= HELD_COLUMNS
+        self.ctas = 4 if self.slabs <= 4 else 2
+        self.rows = next(n for n in (8, 4, 2, 1) if n == 1 or n * self.slabs * element // 2 <= HELD_WORDS)
 
     @cute.jit
     def __call__(
@@ -39,12 +43,13 @@ class SampledMean:
         given: cute.Tensor,
         out: cute.Tensor,
         scaled: cute.Tensor,
+        ticket: cute.Tensor,
         eps: Float32,
         stream,
     ):
         batch = Int32(offsets.shape[0]) - 1
-        self.kernel(x, weight, offsets, given, out, scaled, eps).launch(
-            grid=[batch, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, preferred_smem_carveout=100, stream=stream
+        self.kernel(x, weight, offsets, given, out, scaled, ticket, eps).launch(
+            grid=[batch, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=self.ctas, preferred_smem_carveout=25, stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -56,54 +61,144 @@ class SampledMean:
         given: cute.Tensor,
         out: cute.Tensor,
         scaled: cute.Tensor,
+        ticket: cute.Tensor,
         eps: Float32,
     ):
         b, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
-        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        if const_expr(self.staged):  # noqa: SIM102 - one is decided at compile time
+            if (b == 0) & (tid == 0):
+                ticket[0] = 0
         begin = Int32(offsets[b])
         length = Int32(offsets[b + 1]) - begin
         count = cutlass.min(length, MEAN_ROWS)
         smem = cutlass.utils.SmemAllocator()
-        factors = smem.allocate_tensor(Float32, cute.make_layout(MEAN_ROWS), byte_alignment=16)
+        parts = smem.allocate_tensor(Float32, cute.make_layout((self.columns, WARPS if self.held else 1)), byte_alignment=16)
         places = smem.allocate_tensor(Int32, cute.make_layout(MEAN_ROWS), byte_alignment=16)
-        rows = x
-        if const_expr(self.staged):
-            barrier = smem.allocate_array(Int64, 1)
-            layout = cute.make_layout((MEAN_ROWS, self.columns), stride=(self.columns, 1))
-            rows = smem.allocate_tensor(x.element_type, layout, byte_alignment=128)
-            if warp == 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_init(barrier, 1)
-                    cute.arch.mbarrier_init_fence()
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * self.row_bytes)
-            cute.arch.sync_threads()
-            target, full = rows.iterator.toint() + tid * self.row_bytes, barrier.toint()
-            if tid < count:
-                row = begin + Int32(Int64(tid) * Int64(length) // Int64(count))
-                source = (x.iterator + cute.crd2idx((Int64(row), 0), x.layout)).toint()
-                bulk_copy(target, source, self.row_bytes, full)
-                places[tid] = tid
-        elif tid < count:
-            places[tid] = begin + Int32(Int64(tid) * Int64(length) // Int64(count))
+        factors = smem.allocate_tensor(Float32, cute.make_layout(MEAN_ROWS), byte_alignment=16)
+        tops = smem.allocate_tensor(Int32, cute.make_layout(max(self.columns // max(self.width, 1), 4)), byte_alignment=16)
+        if tid < MEAN_ROWS:
+            place = begin + tid
+            if length > MEAN_ROWS:
+                place = begin + Int32(Int64(tid) * Int64(length) // MEAN_ROWS)
+            places[tid] = place
+        if const_expr(self.factor > 0.0):
+            for i in cutlass.range(tid, self.columns // self.width, THREADS, unroll=1):
+                tops[i] = 0
         cute.arch.sync_threads()
-        if const_expr(self.staged):
-            cute.arch.mbarrier_wait(barrier, 0)
+        if const_expr(self.factor > 0.0):
+            self.bound(weight, tops)
+        if const_expr(self.held):
+            self.sum_held(x, weight, places, factors, count, eps, parts)
+        else:
+            self.sum_twice(x, weight, places, factors, count, eps, parts)
+        cute.arch.sync_threads()
+        if const_expr(self.factor > 0.0):  # noqa: SIM102 - one is decided at compile time
+            if b == 0:
+                for i in cutlass.range(tid, self.columns // self.width, THREADS, unroll=1):
+                    given[0, i] = Uint8(self.byte(tops[i]))
+        for column in cutlass.range(tid, self.columns, THREADS, unroll=1):
+            total = parts[column, 0]
+            for w in cutlass.range_constexpr(1, WARPS if self.held else 1):
+                total = total + parts[column, w]
+            total = total / Float32(cutlass.max(count, 1))
+            out[Int64(b), column] = total
+            if const_expr(self.staged):
+                self.second(given, scaled, tops, b, column, total)
+
+    @cute.jit
+    def second(self, given, scaled: cute.Tensor, tops: cute.Tensor, b: Int32, column: Int32, total: Float32):
+        """A column of the mean as the staged kernel reads it."""
+        if const_expr(self.width):
+            byte = self.byte(tops[column // self.width]) if const_expr(self.factor > 0.0) else Int32(given[0, column // self.width])
+            total = total * inverse_of_byte(byte)
+        scaled[Int64(b), half_place(column, self.columns)] = total
+
+    @cute.jit
+    def bound(self, weight: cute.Tensor, tops: cute.Tensor):
+        """Largest magnitudes' bits of the weight, by block: four columns a thread."""
+        tid, _, _ = cute.arch.thread_idx()
+        for chunk in cutlass.range(tid, self.columns // 4, THREADS, unroll=1):
+            gain = cute.make_rmem_tensor(4, weight.element_type)
+            load(weight, 0, 4 * chunk, gain)
+            top = Int32(0)
+            for i in cutlass.range_constexpr(4):
+                top = magnitude_max(top, gain[i].to(Float32))
+            cute.arch.atomic_max(tops.iterator + cute.crd2idx(4 * chunk // self.width, tops.layout), top)
+
+    @cute.jit
+    def byte(self, top: Int32) -> Int32:
+        """Scale byte of the bound under a block's largest weight."""
+        return bound_byte(top, Float32(self.factor))
+
+    @cute.jit
+    def row_rstd(self, total: Float32, eps: Float32) -> Float32:
+        """``rstd`` of a warp's row in all of its lanes, from each one's sum of squares."""
+        for j in cutlass.range_constexpr(5):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << j)
+        return rsqrt(total / Float32(self.columns) + eps)
+
+    @cute.jit
+    def sum_held(self, x, weight, places, factors: cute.Tensor, count: Int32, eps: Float32, parts: cute.Tensor):
+        """A warp's rows, every eighth: several at once for their factors, then again, from L1; its sums to ``parts[:, warp]``."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        slabs, rows, chunks = self.slabs, self.rows, self.columns // 4
+        for first in cutlass.range(0, MEAN_ROWS // WARPS, rows, unroll=1):
+            raw = cute.make_rmem_tensor((4, slabs, rows), x.element_type)
+            raw.fill(0)
+            for r in cutlass.range_constexpr(rows):
+                i = warp + WARPS * (first + r)
+                if i < count:
+                    for k in cutlass.range_constexpr(slabs):
+                        if lane + 32 * k < chunks:
+                            load(x, places[i], 4 * (lane + 32 * k), raw[None, k, r])
+            for r in cutlass.range_constexpr(rows):
+                total = Float32(0.0)
+                for k in cutlass.range_constexpr(slabs):
+                    for j in cutlass.range_constexpr(4):
+                        value = raw[j, k, r].to(Float32)
+                        total = total + value * value
+                factor = self.row_rstd(total, eps)
+                if lane == 0:
+                    factors[warp + WARPS * (first + r)] = factor
+        cute.arch.sync_warp()
+        totals, gain = cute.make_rmem_tensor((4, slabs), Float32), cute.make_rmem_tensor((4, slabs), weight.element_type)
+        totals.fill(0.0)
+        gain.fill(0)
+        for k in cutlass.range_constexpr(slabs):
+            if lane + 32 * k < chunks:
+                load(weight, 0, 4 * (lane + 32 * k), gain[None, k])
+        for i in cutlass.range(warp, count, WARPS, unroll=4):
+            for k in cutlass.range_constexpr(slabs):
+                if lane + 32 * k < chunks:
+                    again = cute.make_rmem_tensor(4, x.element_type)
+                    load(x, places[i], 4 * (lane + 32 * k), again)
+                    for j in cutlass.range_constexpr(4):
+                        totals[j, k] = totals[j, k] + mul(mul(again[j].to(Float32), factors[i]), gain[j, k].to(Float32))
+        for k in cutlass.range_constexpr(slabs):
+            if lane + 32 * k < chunks:
+                for j in cutlass.range_constexpr(4):
+                    parts[4 * (lane + 32 * k) + j, warp] = totals[j, k]
+
+    @cute.jit
+    def sum_twice(self, x, weight, places, factors: cute.Tensor, count: Int32, eps: Float32, parts: cute.Tensor):
+        """A warp a row for its factor, then threads own pairs of columns and read the rows again."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         for i in cutlass.range(warp, count, WARPS, unroll=2):
             total = Float32(0.0)
             for chunk in cutlass.range(lane, self.columns // 8, 32):
                 raw = cute.make_rmem_tensor(8, x.element_type)
-                if const_expr(self.staged):
-                    cute.autovec_copy(cute.local_tile(rows[i, None], (8,), (chunk,)), raw)
-                else:
-                    load8(x, places[i], 8 * chunk, raw)
+                load8(x, places[i], 8 * chunk, raw)
                 for j in cutlass.range_constexpr(8):
                     value = raw[j].to(Float32)
                     total = total + value * value
-            for j in cutlass.range_constexpr(5):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << j)
+            factor = self.row_rstd(total, eps)
             if lane == 0:
-                factors[i] = rsqrt(total / Float32(self.columns) + eps)
+                factors[i] = factor
         cute.arch.sync_threads()
         for pair in cutlass.range(tid, self.columns // 2, THREADS):
             total = cute.make_rmem_tensor(2, Float32)
@@ -111,13 +206,16 @@ class SampledMean:
             gain0, gain1 = weight[0, 2 * pair].to(Float32), weight[0, 2 * pair + 1].to(Float32)
             for i in cutlass.range(count, unroll=8):
                 row = Int64(places[i])
-                total[0] = total[0] + mul(mul(rows[row, 2 * pair].to(Float32), factors[i]), gain0)
-                total[1] = total[1] + mul(mul(rows[row, 2 * pair + 1].to(Float32), factors[i]), gain1)
+                total[0] = total[0] + mul(mul(x[row, 2 * pair].to(Float32), factors[i]), gain0)
+                total[1] = total[1] + mul(mul(x[row, 2 * pair + 1].to(Float32), factors[i]), gain1)
             for j in cutlass.range_constexpr(2):
-                total[j] = total[j] / Float32(cutlass.max(count, 1))
-                out[Int64(b), 2 * pair + j] = total[j]
-                if const_expr(self.width):
-                    scaled[Int64(b), 2 * pair + j] = total[j] * inverse_of_byte(Int32(given[0, (2 * pair + j) // self.width]))
+                parts[2 * pair + j, 0] = total[j]
+
+
+@cute.jit
+def bound_byte(top: Int32, factor: Float32) -> Int32:
+    """Scale byte of ``factor`` times the magnitude with bits ``top``."""
+    return cutlass.min(byte_of_amax_bits(bits_of(float_of(top) * factor)), 254)
 
 
 class BoundBytes:
@@ -139,20 +237,23 @@ class BoundBytes:
             top = magnitude_max(top, weight[0, block * self.width + i].to(Float32))
         top = warp_max(top)
         if lane == 0:
-            out[0, block] = Uint8(cutlass.min(byte_of_amax_bits(bits_of(float_of(top) * factor)), 254))
+            out[0, block] = Uint8(bound_byte(top, factor))
 
 
 @kernel_cache
-def _compile_norm_mean(arch: str, offsets_dtype: str, dtype: str, weight_dtype: str, columns: int, width: int = 0):
+def _compile_norm_mean(
+    arch: str, offsets_dtype: str, dtype: str, weight_dtype: str, columns: int, width: int = 0, bounded: bool = False, staged: bool = False
+):
     return build(
         arch,
-        SampledMean(columns, width, 4 if dtype == "float32" else 2),
+        SampledMean(columns, width, 4 if dtype == "float32" else 2, staged, columns**0.5 * 2 if bounded else 0.0),
         fake(dtype, (symbol(), columns)),
         fake(weight_dtype, (1, columns)),
         fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
         fake("uint8", (1, columns // width), align=1, compact=True) if width else None,
         fake("float32", (symbol(), columns), compact=True),
-        fake("float32", (symbol(), columns), compact=True) if width else None,
+        fake("float32", (symbol(), columns), compact=True) if staged else None,
+        fake("int32", (1,), align=4) if staged else None,
         Float32(0.0),
     )
 
@@ -163,15 +264,25 @@ def _compile_norm_bound(arch: str, weight_dtype: str, columns: int, width: int):
     return build(arch, BoundBytes(columns, width), fake(weight_dtype, (1, columns), align=2, stride=(columns, 1)), out, Float32(1.0))
 
 
-def sampled_mean(x: Tensor, weight: Tensor, eps: float, offsets: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """FP32 ``[B, C]`` of aligned ``x [T, C]`` and ``weight [1, C]``, and the same over the scales ``given [1, blocks]`` (the mean itself
-    without them); see :class:`SampledMean`. ``B >= 1``."""
-    out = torch.empty(offsets.shape[0] - 1, x.shape[1], dtype=torch.float32, device=x.device)
-    scaled = out if given is None else torch.empty_like(out)
+def sampled_mean(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offsets: Tensor,
+    given: Tensor | None = None,
+    *,
+    bound: bool = False,
+    ticket: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """FP32 ``[B, C]`` of aligned ``x [T, C]`` and ``weight [1, C]``; and, where a ``ticket`` of one int32 is given, which becomes 0, what
+    the staged kernel reads: the same over the scales ``given [1, blocks]``, in another order. See :class:`SampledMean`. ``bound``: the
+    scales are written, not read: what :func:`bound_bytes` makes. ``B >= 1``."""
+    out, staged = torch.empty(offsets.shape[0] - 1, x.shape[1], dtype=torch.float32, device=x.device), ticket is not None
+    second = torch.empty_like(out) if staged else None
     width = 0 if given is None else x.shape[1] // given.shape[1]
-    compiled = _compile_norm_mean(arch_of(x.device), dtype_name(offsets), dtype_name(x), dtype_name(weight), x.shape[1], width)
-    launch(compiled, x.device, x, weight, offsets, given, out, None if given is None else scaled, eps)
-    return out, scaled
+    key = dtype_name(offsets), dtype_name(x), dtype_name(weight), x.shape[1], width, bound, staged
+    launch(_compile_norm_mean(arch_of(x.device), *key), x.device, x, weight, offsets, given, out, second, ticket, eps)
+    return out, second
 
 
 def bound_bytes(weight: Tensor, width: int, center: bool) -> Tensor:

@@ -40,8 +40,14 @@ class SampleMean:
         out[b, head, column] = total / Float32(cutlass.max(count, 1))
 
 
+RUNS = 4
+"""Runs of a sequence's tiles that are summed side by side."""
+MAX_SUMMED = 512
+"""Columns that one CTA sums at most, four a thread."""
+
+
 class SumTiles:
-    """``out[b] = sum of parts`` over the tiles that hold tokens of sequence ``b``, in order."""
+    """``out[b] = sum of parts`` over the tiles that hold tokens of sequence ``b``: four runs of them in order, then their sums in order."""
 
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
@@ -49,20 +55,36 @@ class SumTiles:
     @cute.jit
     def __call__(self, parts: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, stream):
         heads, batch = Int32(parts.shape[1]), Int32(offsets.shape[0]) - 1
-        self.kernel(parts, offsets, out, heads).launch(grid=[batch * heads, 1, 1], block=[self.head_dim, 1, 1], stream=stream)
+        self.kernel(parts, offsets, out, heads).launch(
+            grid=[batch * heads, 1, 1], block=[RUNS * self.head_dim // 4, 1, 1], stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, parts: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, heads: Int32):
-        column, _, _ = cute.arch.thread_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        quads = self.head_dim // 4
+        quad, run = tid % quads, tid // quads
+        sums = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout((4, quads, RUNS)), byte_alignment=16)
+        cute.arch.griddepcontrol_wait()  # what came before on the stream is over from here on
         bid, _, _ = cute.arch.block_idx()
         b, head = bid // heads, bid % heads
         begin = Int32(offsets[b])
         tiles = cute.ceil_div(Int32(offsets[b + 1]) - begin, TILE)
-        row = begin // TILE + b
-        total = Float32(0.0)
-        for i in cutlass.range(tiles, unroll=8):
-            total = total + parts[row + i, head, column]
-        out[b, head, column] = total
+        row, each = begin // TILE + b, cute.ceil_div(tiles, RUNS)
+        total = cute.make_rmem_tensor(4, Float32)
+        total.fill(0.0)
+        for i in cutlass.range(cutlass.min(each * run, tiles), cutlass.min(each * (run + 1), tiles), unroll=4):
+            piece = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(cute.local_tile(parts[row + i, head, None], (4,), (quad,)), piece)
+            for j in cutlass.range_constexpr(4):
+                total[j] = total[j] + piece[j]
+        cute.autovec_copy(total, sums[None, quad, run])
+        cute.arch.sync_threads()
+        if run == 0:
+            for i in cutlass.range_constexpr(1, RUNS):
+                for j in cutlass.range_constexpr(4):
+                    total[j] = total[j] + sums[j, quad, i]
+            cute.autovec_copy(total, cute.local_tile(out[b, head, None], (4,), (quad,)))
 
 
 @kernel_cache
