@@ -25,6 +25,11 @@ def inline_ptx(result, operands, text, constraints, *, side_effects=False, loc=N
     )
 
 
+def effect(operands, text, constraints):
+    """Inline PTX with a memory effect and no result."""
+    inline_ptx(None, operands, text, constraints + ",~{memory}", side_effects=True)
+
+
 def exp2(x):
     """``2**x`` by MUFU, subnormal results flushed to 0; exact at integers, relative error 2^-22."""
     return Float32(inline_ptx(T.f32(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))

@@ -5,15 +5,13 @@ are the reference's: dO and dS in 32 x 32 blocks. Or, by :func:`takes_pairs`, ``
 dO for 32 rows and a head.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from lp_fa4.common.backward_host import aligned_rows, check_arguments, device_offsets, empty_gradients, nothing_to_do, wrapped
 from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
 from lp_fa4.config import LOG2_E, AttentionConfig
-from lp_fa4.mx import MXTensor
-from lp_fa4.mx.layout import group_rows, scale_rows
+from lp_fa4.mx.layout import group_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, PAIR, STAT_POWER, TILE, BackwardSpec, PrepassSpec, backward_tuning, tile_rows
 from lp_fa4.sm100.backward_items import item_capacity, work_items
@@ -73,16 +71,11 @@ def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor, dlse:
         reason = reason_against_pairs((problem.q.block, problem.k.block, problem.v.block), problem.head_dim)
     if reason:
         raise ValueError(reason)
-    if problem.q_mean is not None:
-        raise ValueError("q_mean is given; only the reference adds its scores")
+    check_arguments(problem, result, dout, "sm100")
     if problem.softmax_scale is None or not 0.0 < problem.softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale is {problem.softmax_scale}; sm100 kernels need a positive, finite one")
-    if list(dout.shape) != list(result.out.shape):
-        raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
     if dlse is not None and problem.config.dq_dtype == torch.float16 and problem.config.dq_scale == "bound":
         raise ValueError('dlse is given with FP16 dQ under dq_scale="bound", which bounds dO alone; give an int, or dq_dtype=torch.float32')
-    if dout.dtype != torch.bfloat16:
-        raise ValueError(f"dout has dtype {dout.dtype}; the sm100 backward takes torch.bfloat16")
 
 
 def backward(
@@ -120,8 +113,8 @@ def run(
     _check(problem, result, dout, dlse)
     p, config, device = problem, problem.config, problem.device
     mxfp8 = config.grad_format == "mxfp8"
-    if p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0:
-        return _empty(p, mxfp8)
+    if nothing_to_do(p):
+        return empty_gradients(p)
     from lp_fa4.sm100.backward_kernel import compile_main
     from lp_fa4.sm100.backward_pair_kernel import compile_pair
     from lp_fa4.sm100.backward_pair_norms import compile_norms
@@ -130,7 +123,7 @@ def run(
 
     assert p.softmax_scale is not None
     d, heads, kv_heads, batch, queries = p.head_dim, p.heads, p.kv_heads, p.batch, p.queries
-    offsets_k, offsets_q = _offsets(p)
+    offsets_k, offsets_q = device_offsets(p)
     half = config.dq_dtype == torch.float16
     spec = BackwardSpec(
         head_dim=d,
@@ -181,8 +174,8 @@ def run(
     launch(
         compile_prepass(arch, prepass, offsets_dtype, dlse is not None),
         device,
-        _aligned_rows(dout),
-        _aligned_rows(result.centred_out),
+        aligned_rows(dout),
+        aligned_rows(result.centred_out),
         result.row_max,
         result.row_sum,
         dlse,
@@ -219,7 +212,7 @@ def run(
     launch(
         compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, half, offsets_dtype),
         device,
-        partial,
+        partial.view(-1),
         stats if half else None,
         dq,
         offsets_q,
@@ -232,7 +225,7 @@ def run(
         1.0 if half else unit,
     )
     if mxfp8:
-        return Gradients(dq, *(_wrap(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
+        return Gradients(dq, *(wrapped(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
     return Gradients(dq, dk, dv, dv_mean)
 
 
@@ -264,41 +257,3 @@ def key_exponents(p: AttentionProblem, offsets_k: Tensor) -> Tensor:
         total = running if total is None else total + running
     assert total is not None
     return total.to(torch.int32).contiguous()
-
-
-def _offsets(p: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """Offsets of keys and of queries, made on the device where the problem has none."""
-    device = p.device
-    offsets_k = p.offsets_k if p.offsets_k is not None else torch.arange(2, dtype=torch.int32, device=device) * p.tokens
-    if p.queries is None:
-        assert p.offsets_q is not None
-        return offsets_k, p.offsets_q.to(offsets_k.dtype)
-    return offsets_k, torch.arange(p.batch + 1, dtype=offsets_k.dtype, device=device) * (0 if p.shared_q else p.queries)
-
-
-def _aligned_rows(x: Tensor) -> Tensor:
-    """Rows that vector loads can read: last stride 1, other strides and the address multiples of 16 bytes. Copies if need be."""
-    step = 16 // x.element_size()
-    if x.stride(-1) == 1 and all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _wrap(codes: Tensor, scale: Tensor, p: AttentionProblem) -> MXTensor:
-    rows = scale_rows(p.tokens, p.offsets_k)
-    return MXTensor.from_bytes(codes, scale[:rows], (32, 32), p.offsets_k, 0)
-
-
-def _empty(p: AttentionProblem, mxfp8: bool) -> Gradients:
-    """Gradients of a problem without queries or without keys: zeros."""
-    zeros = lambda kind, shape: torch.zeros(shape, dtype=kind, device=p.device)  # noqa: E731
-    dq = zeros(torch.float32, p.q.shape)
-    dv_mean = zeros(torch.float32, (p.batch, p.kv_heads, p.head_dim)) if p.centred_backward else None
-    parts: list[Any] = []
-    for _ in range(2):
-        if mxfp8:
-            scale = zeros(torch.uint8, (group_rows(p.tokens, p.batch), p.kv_heads, p.head_dim // 32))
-            parts.append(_wrap(zeros(torch.uint8, p.k.shape), scale, p))
-        else:
-            parts.append(zeros(torch.bfloat16, p.k.shape))
-    return Gradients(dq, parts[0], parts[1], dv_mean)

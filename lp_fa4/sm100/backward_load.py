@@ -10,9 +10,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.sm100.atoms import SF_BYTES, load_scales
+from lp_fa4.sm100.atoms import SF_BYTES, clear_block, load_scales
 from lp_fa4.sm100.backward_config import TILE
-from lp_fa4.sm100.backward_work import effect, fetch, item_count, key_tile, query_step
+from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import arrive, drain, wait
 
 
@@ -118,14 +118,9 @@ def is_partial(left: Int32):
 
 @cute.jit
 def clear_rows(kernel: cutlass.Constexpr, tile, stage, left, landing, landed, full):
-    """Wait until a tile is there, write zeros to its rows from ``left`` to the end of their block of 32, and hand it over. A row's bytes
-    lie together, swizzled among themselves."""
-    dim = kernel.spec.head_dim
+    """Wait until a tile is there, clear its rows from ``left`` to the end of their block of 32, and hand it over."""
     wait(landing, landed & 1)
-    base = Int32(tile.iterator.toint()) + stage * (TILE * dim)
-    for at in cutlass.range(left * dim + 16 * cute.arch.lane_idx(), (left + 31) // 32 * (32 * dim), 512, unroll=1):
-        effect([base + at], "{.reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z};}", "r")
-    cute.arch.fence_proxy("async.shared", space="cta")
+    clear_block(tile, stage, left, kernel.spec.head_dim)
     arrive(full)
 
 

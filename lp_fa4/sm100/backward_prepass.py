@@ -3,9 +3,8 @@
 One CTA per query tile (128 queries) and head; a warp owns 32 queries, so every maximum stays inside a warp::
 
     dO8 = E4M3(dO / l * 2^-e)          e: exponent of a 32 x 32 block
-    a   = s - m                        so that exp2(S + a) is P * 2^s; s = p_scale_log2 (and - log2 l where dO is not divided by l)
     D   = rowsum(dO8 * Oc) - dlse / l  (or from dO before rounding)
-    c   = (l / K) * 2^s                what is subtracted from P in dV, 0 unless centred
+    a, c                               see lp_fa4.common.backward_rows
 
 A row that does not exist or sees no key has a = -inf and no part in its block's exponent. A block with a NaN or infinity has byte 255 and
 codes 0. Codes keep dO's place (jagged rows), scales go by the 128-row tile rule.
@@ -21,12 +20,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, e4m3x4_to_float, float_of, inverse_of_byte, log2, scale_of_byte
-from lp_fa4.common.sequence import find_sequence
+from lp_fa4.common.backward_rows import eight_columns, fake_offsets, fake_results, power_of_sums, query_unit, statistics
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, e4m3x4_to_float, effect, float_of, inverse_of_byte, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm100.atoms import SF_BYTES
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, STAT_POWER, TILE, PrepassSpec, stat_values
-from lp_fa4.sm100.backward_work import effect
 
 THREADS = 128
 COLUMNS = 8
@@ -116,15 +114,9 @@ class Prepass:
         heads = Int32(stats.shape[1])
         batch = Int32(offsets_k.shape[0]) - 1
         tile_row, head = bid // heads, bid % heads
-        if const_expr(spec.jagged):
-            b = find_sequence(offsets_q, batch, tile_row, TILE)
-            start = Int32(offsets_q[b])
-            tile = tile_row - (start // TILE + b)
-            left = Int32(offsets_q[b + 1]) - start - TILE * tile
-        else:
-            per = (queries + (TILE - 1)) // TILE
-            b, tile = tile_row // per, tile_row % per
-            start, left = b * queries, queries - TILE * tile
+        unit = query_unit(spec.jagged, offsets_q, batch, tile_row, TILE, queries)
+        b, start, tile = unit.sequence, unit.start, unit.index
+        left = unit.queries - TILE * tile
         smem = cutlass.utils.SmemAllocator()
         column_sums = smem.allocate_tensor(Float32, cute.make_layout((4, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16)
         self.zero(dk, dv, offsets_k, batch)
@@ -169,15 +161,6 @@ class Prepass:
                 effect([at], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
 
     @cute.jit
-    def row_values(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32):
-        """Eight columns of a BF16 or FP32 row, as they are."""
-        at = x.iterator + cute.crd2idx((row, head, column), x.layout)
-        pointer = cute.make_ptr(x.element_type, at.toint(), cute.AddressSpace.gmem, assumed_align=16)
-        values = cute.make_rmem_tensor(COLUMNS, x.element_type)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(COLUMNS)), values)
-        return values
-
-    @cute.jit
     def tile(self, dout, out, row_max, row_sum, dlse, do8, sf, sf_t, blocks, stats, sums, column_sums, place):
         """One query tile of one head. ``place``: workspace row, head, first row of dO, rows, keys of the sequence, and
         what :meth:`power` takes."""
@@ -194,7 +177,7 @@ class Prepass:
         for i in cutlass.range_constexpr(self.rounds):
             r = 32 * warp + self.rows * i + lane // lanes
             row = first + cutlass.min(r, left - 1)
-            x = self.row_values(dout, row, head, column)
+            x = eight_columns(dout, row, head, column)
             length = row_sum[head, row]
             exists = r < left
             sees = exists and length > 0.0
@@ -229,7 +212,7 @@ class Prepass:
             exists = r < left
             sees = inverse[i] > 0.0
             delta, square = Float32(0.0), Float32(0.0)
-            o = self.row_values(out, row, head, column)
+            o = eight_columns(out, row, head, column)
             words = []
             for half in cutlass.range_constexpr(2):
                 four = [Float32(raw[4 * half + j, i]) * inverse[i] for j in range(4)]
@@ -255,11 +238,8 @@ class Prepass:
             if const_expr(dlse is not None):
                 delta = delta - dlse[head, row] * inverse[i]
             if sees:
-                a = float(spec.p_scale_log2) - m
-                if const_expr(not spec.fold_l):
-                    a = a - log2(length)
-                if const_expr(spec.centred):
-                    c = length / Float32(keys) * 2.0**spec.p_scale_log2
+                s = spec.p_scale_log2
+                a, c = statistics(spec.fold_l, spec.centred, length, m, keys, float(s), 2.0**s)
             delta = delta if sees else Float32(0.0)
             if const_expr(spec.token_blocks):
                 most = Float32(1.0)  # the largest P of this row
@@ -296,11 +276,8 @@ class Prepass:
 
     @cute.jit
     def power(self, power, head, heads, r, largest, sees):
-        """Power of two under which no FP16 sum of this row's dQ, nor any partial sum of key tiles, can pass 2^15.
-
-        ``|dQ| <= 2 |dO_q| max|v_j| max|k| softmax_scale``, because the absolute row sum of dS is at most ``2 |dO_q| max|v_j|``. Here with
-        ``|dO_q| <= sqrt(D) max|dO_q|``, ``|v_j| <= sqrt(D) 448 * 2^e_v`` and ``|k| <= 448 * 2^e_k``: no pass over K and V. The exponents
-        are those of the groups that this row sees, so that a causal row never depends on later groups of keys.
+        """Power of two under which no FP16 sum of this row's dQ can overflow (``power_of_sums``). The exponents are those of the groups
+        that this row sees, so that a causal row never depends on later groups of keys.
         """
         key_exponents, group_row, last, softmax_scale = power
         if const_expr(self.spec.dq_scale_log2 is not None):
@@ -315,10 +292,8 @@ class Prepass:
             result = Int32(100)
         elif largest < 0x7F800000:
             kv_head = head * Int32(key_exponents.shape[1]) // heads
-            above = lambda bits: (bits >> 23) - 126  # noqa: E731  2^above is more than the value
-            keys = key_exponents[group_row + seen // 32, kv_head] + 18
-            bound = 1 + above(bits_of(softmax_scale)) + int(math.log2(self.spec.head_dim)) + above(largest) + keys
-            result = cutlass.max(cutlass.min(15 - bound, 100), -100)
+            exponents = key_exponents[group_row + seen // 32, kv_head]
+            result = power_of_sums(self.spec.head_dim, softmax_scale, largest, exponents)
         return float_of((result + 127) << 23)
 
     @cute.jit
@@ -341,29 +316,23 @@ class Prepass:
 def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: bool):
     """Compile for ``arch``. Arguments at launch, in order:
 
-    dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; offsets_q (read if
-    jagged), offsets_k: ``[B + 1]``; do8: uint8 ``[R, H, D]``; sf, sf_t: uint8 ``[tile rows, H, 512]``, scales along the head dimension
-    and along tokens, blocks: None; or, with ``token_blocks``, None, None and fp32 ``[tile rows, H, 16]``, four values of each of a tile's
-    four blocks (the last unused); stats: fp32 ``[tile rows, H, stats * 128]``; sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk,
-    dv: uint8 ``[T, bytes]``, to be zeroed past the last sequence; key_exponents: int32 ``[groups, Hkv]`` (``backward_host.key_exponents``),
-    or None where dQ is summed in FP32; queries per sequence (if not jagged); softmax scale.
+    those of ``fake_results``; offsets_q (read if jagged), offsets_k: ``[B + 1]``; do8: uint8 ``[R, H, D]``; sf, sf_t: uint8
+    ``[tile rows, H, 512]``, scales along the head dimension and along tokens, blocks: None; or, with ``token_blocks``, None, None and fp32
+    ``[tile rows, H, 16]``, four values of each of a tile's four blocks (the last unused); stats: fp32 ``[tile rows, H, stats * 128]``;
+    sums: fp32 ``[tile rows, H, D]``, column sums of dO; dk, dv: uint8 ``[T, bytes]``, to be zeroed past the last sequence;
+    key_exponents: int32 ``[groups, Hkv]`` (``backward_host.key_exponents``), or None where dQ is summed in FP32; queries per sequence (if
+    not jagged); softmax scale.
     """
     heads, rows, d = symbol(), symbol(), spec.head_dim
-    per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
-    offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
     scales = lambda: fake("uint8", (symbol(), heads, SF_BYTES), compact=True)  # noqa: E731
     grad = lambda: fake("uint8", (symbol(), symbol(16)), compact=True)  # noqa: E731
     blocks = fake("float32", (symbol(), heads, TILE // 32 * BLOCK_FACTORS), compact=True)
     return build(
         arch,
         Prepass(spec),
-        fake("bfloat16", (rows, heads, d)),
-        fake("float32" if spec.out_fp32 else "bfloat16", (rows, heads, d)),
-        per_row(),
-        per_row(),
-        per_row() if has_dlse else None,
-        offsets(),
-        offsets(),
+        *fake_results(heads, rows, d, spec.out_fp32, has_dlse),
+        fake_offsets(offsets_dtype),
+        fake_offsets(offsets_dtype),
         fake("uint8", (rows, heads, d), compact=True),
         *([None, None, blocks] if spec.token_blocks else [scales(), scales(), None]),
         fake("float32", (symbol(), heads, stat_values(spec.dq_half) * TILE), compact=True),

@@ -110,11 +110,6 @@ def dq_row(spec: cutlass.Constexpr, args, item: KeyTile, tile: Int32):
     return row
 
 
-def effect(operands, text, constraints):
-    """Inline PTX with a memory effect and no result."""
-    inline_ptx(None, operands, text, constraints + ",~{memory}", side_effects=True)
-
-
 def absolute(x):
     """Magnitude (an operand modifier of what consumes it)."""
     return Float32(inline_ptx(T.f32(), [x], "abs.f32 $0, $1;", "=f,f"))

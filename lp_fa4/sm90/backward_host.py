@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lp_fa4.common.backward_host import aligned_rows, check_arguments, device_offsets, empty_gradients, nothing_to_do, wrapped
 from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
 from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
-from lp_fa4.mx.layout import group_rows, scale_rows
+from lp_fa4.mx.layout import group_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
 from lp_fa4.sm90.backward_items import item_capacity, work_items
 from lp_fa4.sm90.backward_layout import CHUNK, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec, PrepassSpec, rows_of
@@ -50,14 +51,9 @@ def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> No
     reason = reason_against_backward(problem.head_dim, problem.config)
     if reason:
         raise ValueError(reason)
-    if problem.q_mean is not None:
-        raise ValueError("q_mean is given; only the reference adds its scores")
+    check_arguments(problem, result, dout, "Hopper")
     if problem.softmax_scale is None or not 0.0 <= problem.softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale is {problem.softmax_scale}; the Hopper kernels need a finite one of at least 0")
-    if list(dout.shape) != list(result.out.shape):
-        raise ValueError(f"dout has shape {list(dout.shape)}; it must be that of the output, {list(result.out.shape)}")
-    if dout.dtype != torch.bfloat16:
-        raise ValueError(f"dout has dtype {dout.dtype}; the Hopper backward takes torch.bfloat16")
 
 
 def backward(
@@ -92,12 +88,7 @@ class _Sizes:
 
 def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
     device, batch, queries = p.device, p.batch, p.queries
-    offsets_k = p.offsets_k if p.offsets_k is not None else torch.arange(2, dtype=torch.int32, device=device) * p.tokens
-    if queries is None:
-        assert p.offsets_q is not None
-        offsets_q = p.offsets_q.to(offsets_k.dtype)
-    else:
-        offsets_q = torch.arange(batch + 1, dtype=offsets_k.dtype, device=device) * (0 if p.shared_q else queries)
+    offsets_k, offsets_q = device_offsets(p)
     half = p.config.dq_dtype == torch.float16
     spec = BackwardSpec(
         head_dim=p.head_dim,
@@ -124,7 +115,7 @@ def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
 def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> list[Tensor]:
     """What ``prepare_backward`` fills: images of dO and of Q, statistics, column sums of dO, factors of dQ (empty unless it is FP16),
     coherent part of dV (empty unless needed), dQ sums. Uninitialised, from shapes alone."""
-    if _nothing_to_do(problem):
+    if nothing_to_do(problem):
         return []
     z, heads, d = _sizes(problem, deterministic), problem.heads, problem.head_dim
     empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=problem.device)  # noqa: E731
@@ -137,10 +128,6 @@ def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> lis
         empty(torch.float32, z.tile_rows if z.spec.suffix else 0, heads, d),
         empty(problem.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
     ]
-
-
-def _nothing_to_do(p: AttentionProblem) -> bool:
-    return p.rows == 0 or p.heads == 0 or p.tokens == 0 or p.batch == 0
 
 
 def prepare_backward(
@@ -180,8 +167,8 @@ def prepare_backward(
     launch(
         compile_prepass(arch_of(p.device), prepass, dtype_name(z.offsets_k), dlse is not None),
         p.device,
-        _aligned_rows(dout),
-        _aligned_rows(result.centred_out),
+        aligned_rows(dout),
+        aligned_rows(result.centred_out),
         result.row_max,
         result.row_sum,
         dlse,
@@ -211,8 +198,8 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
     """The backward's second half, from what ``prepare_backward`` returned for the same problem and choice."""
     p, device = problem, problem.device
     mxfp8 = p.config.grad_format == "mxfp8"
-    if _nothing_to_do(p):
-        return _empty(p, mxfp8)
+    if nothing_to_do(p):
+        return empty_gradients(p)
     from lp_fa4.common.zero_tail import compile_zero_tail
     from lp_fa4.sm90.backward_main import compile_main
     from lp_fa4.sm90.backward_postpass import compile_postpass
@@ -270,40 +257,13 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
         p.q.shape[0] if p.shared_q else queries or 0,
         z.dq_rows,
         z.replicas,
+        1.0,
     )
     if mxfp8:
-        return Gradients(dq, *(_wrap(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
+        return Gradients(dq, *(wrapped(x, s, p) for x, s in zip((dk, dv), scales, strict=True)), dv_mean)
     return Gradients(dq, dk, dv, dv_mean)
 
 
 def _top_scale(x: MXTensor) -> Tensor:
     """The largest scale byte of a token group and head, ``[rows, H]``: what re-coding to the head's width gives it."""
     return x.scale_bytes.amax(-1).contiguous()
-
-
-def _aligned_rows(x: Tensor) -> Tensor:
-    """Rows that vector loads can read: last stride 1, other strides and the address multiples of 16 bytes. Copies if need be."""
-    step = 16 // x.element_size()
-    if x.stride(-1) == 1 and all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _wrap(codes: Tensor, scale: Tensor, p: AttentionProblem) -> MXTensor:
-    rows = scale_rows(p.tokens, p.offsets_k)
-    return MXTensor.from_bytes(codes, scale[:rows], (32, 32), p.offsets_k, 0)
-
-
-def _empty(p: AttentionProblem, mxfp8: bool) -> Gradients:
-    """Gradients of a problem without queries or without keys: zeros."""
-    zeros = lambda kind, shape: torch.zeros(shape, dtype=kind, device=p.device)  # noqa: E731
-    dq = zeros(torch.float32, p.q.shape)
-    dv_mean = zeros(torch.float32, (p.batch, p.kv_heads, p.head_dim)) if p.centred_backward else None
-    if not mxfp8:
-        return Gradients(dq, zeros(torch.bfloat16, p.k.shape), zeros(torch.bfloat16, p.k.shape), dv_mean)
-    groups = group_rows(p.tokens, p.batch)
-    parts = []
-    for _ in range(2):
-        scale = zeros(torch.uint8, (groups, p.kv_heads, -(-p.head_dim // 32)))
-        parts.append(_wrap(zeros(torch.uint8, p.k.shape), scale, p))
-    return Gradients(dq, parts[0], parts[1], dv_mean)

@@ -7,7 +7,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import e4m3x4, inline_ptx
+from lp_fa4.common.numbers import e4m3x4, effect, inline_ptx
 
 __all__ = [
     "accumulate",
@@ -22,11 +22,6 @@ __all__ = [
     "rescale_codes",
     "to_codes",
 ]
-
-
-def effect(operands, text, constraints):
-    """Inline PTX with a memory effect and no result."""
-    inline_ptx(None, operands, text, constraints + ",~{memory}", side_effects=True)
 
 
 def pick_pairs(a, b, selector: str):

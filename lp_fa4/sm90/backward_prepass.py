@@ -19,8 +19,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inverse_of_byte, log2, scale_of_byte
-from lp_fa4.common.sequence import find_sequence
+from lp_fa4.common.backward_rows import eight_columns, fake_offsets, fake_results, first_unit, power_of_sums, query_unit, statistics
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inverse_of_byte, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.backward_layout import (
     CHUNK,
@@ -131,18 +131,9 @@ class Prepass:
         heads = Int32(dout.shape[1])
         batch = Int32(offsets_k.shape[0]) - 1
         chunk_row, head = bid // heads, bid % heads
-        per = (queries + (CHUNK - 1)) // CHUNK
-        if const_expr(spec.jagged):
-            b = find_sequence(offsets_q, batch, chunk_row, CHUNK)
-            start = Int32(offsets_q[b])
-            length = Int32(offsets_q[b + 1]) - start
-            chunk = chunk_row - (start // CHUNK + b)
-            tile_row = start // QUERY_TILE + b
-        else:
-            b = chunk_row // per
-            start, length, chunk = b * queries, queries, chunk_row % per
-            tile_row = b * ((queries + (QUERY_TILE - 1)) // QUERY_TILE)
-        left = cutlass.min(length - CHUNK * chunk, Int32(CHUNK))  # rows of this chunk; the tile rule leaves rows that own nothing
+        unit = query_unit(spec.jagged, offsets_q, batch, chunk_row, CHUNK, queries)
+        b, start, chunk, tile_row = unit.sequence, unit.start, unit.index, first_unit(spec.jagged, unit, QUERY_TILE)
+        left = cutlass.min(unit.queries - CHUNK * chunk, Int32(CHUNK))  # rows of this chunk; the tile rule leaves rows that own nothing
         self.zero(dq)
         smem = cutlass.utils.SmemAllocator()
         row_bytes = smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
@@ -180,7 +171,7 @@ class Prepass:
                 reference,
                 keys,
                 buffers,
-                (suffix, column_sums, CHUNK * chunk - length),
+                (suffix, column_sums, CHUNK * chunk - unit.queries),
             )
             if const_expr(spec.dq_half):
                 dq_power = self.dq_power(k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale)
@@ -213,10 +204,7 @@ class Prepass:
     def row_values(self, x: cute.Tensor, row: Int32, head: Int32):
         """This thread's eight columns of a BF16 or FP32 row as FP32."""
         tid, _, _ = cute.arch.thread_idx()
-        at = x.iterator + cute.crd2idx((row, head, 8 * (tid % self.lanes)), x.layout)
-        pointer = cute.make_ptr(x.element_type, at.toint(), cute.AddressSpace.gmem, assumed_align=16)
-        values = cute.make_rmem_tensor(8, x.element_type)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), values)
+        values = eight_columns(x, row, head, 8 * (tid % self.lanes))
         wide = cute.make_rmem_tensor(8, Float32)
         for i in cutlass.range_constexpr(8):
             wide[i] = Float32(values[i])
@@ -362,14 +350,10 @@ class Prepass:
                     if const_expr(dlse is not None):
                         delta = delta - dlse[head, first + r] * factor
                     shift = Float32(e - reference) + float(spec.p_scale_log2)
-                    a = shift - m
-                    if const_expr(not spec.fold_l):
-                        a = a - log2(total)
-                    if const_expr(spec.centred or spec.suffix):
-                        seen = keys
-                        if const_expr(spec.causal):
-                            seen = cutlass.min(keys, r + 1 + keys + coherent[2])
-                        c = total / Float32(seen) * exp2(shift)
+                    seen = keys
+                    if const_expr(spec.causal):
+                        seen = cutlass.min(keys, r + 1 + keys + coherent[2])
+                    a, c = statistics(spec.fold_l, spec.centred or spec.suffix, total, m, seen, shift, exp2(shift))
                     if const_expr(spec.suffix):
                         for i, word in enumerate((low, high)):
                             four = code_values(word)
@@ -430,12 +414,7 @@ class Prepass:
 
     @cute.jit
     def dq_power(self, k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale):
-        """Power of two under which FP16 sums of this chunk's dQ cannot pass 2^15, nor any partial sum of key tiles.
-
-        ``|dQ| <= 2 |dO_q| max|v_j| max|k| softmax_scale``, because the absolute row sum of dS is at most ``2 |dO_q| max|v_j|``. Here with
-        ``|dO_q| <= sqrt(D) max|dO|``, ``|v_j| <= sqrt(D) 448 * 2^e_v`` and ``|k| <= 448 * 2^e_k``: some 2^6 above the norms themselves, of
-        FP16's 2^29 normal range, and no pass over K and V.
-        """
+        """Power of two under which no FP16 sum of this chunk's dQ can overflow (``power_of_sums``)."""
         spec = self.spec
         if const_expr(spec.dq_scale_log2 is not None):
             return float_of(Int32((127 + spec.dq_scale_log2) << 23))
@@ -446,9 +425,7 @@ class Prepass:
         row, groups = Int32(offsets_k[b]) // 32 + b, (keys + 31) // 32
         e_k = self.widest(k_scale, spec.k_static, row, groups, kv_head)
         e_v = self.widest(v_scale, spec.v_static, row, groups, kv_head)
-        above = lambda bits: (bits >> 23) - 126  # noqa: E731  2^above is more than the value
-        bound = 1 + above(bits_of(softmax_scale)) + int(math.log2(spec.head_dim)) + above(largest) + (e_k - 127 + 9) + (e_v - 127 + 9)
-        power = cutlass.max(cutlass.min(15 - bound, 100), -100)
+        power = power_of_sums(spec.head_dim, softmax_scale, largest, e_k + e_v - 2 * 127)
         if largest == 0:
             power = Int32(0)
         return float_of((power + 127) << 23)
@@ -498,30 +475,23 @@ def code_values(word):
 def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: bool):
     """Compile for ``arch``. Arguments at launch, in order:
 
-    dout: bf16 ``[R, H, D]``; out: bf16 or fp32, the same shape; row_max, row_sum, dlse (or None): fp32 ``[H, R]``; q: uint8
-    ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless ``dq_half``); offsets_q (read if
-    jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums: fp32 ``[chunk rows, H, D]``, column sums of dO;
-    suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
-    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); dq: as fp32, flat, to be zeroed;
-    queries per sequence (if not jagged); softmax scale.
+    those of ``fake_results``; q: uint8 ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless
+    ``dq_half``); offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums: fp32
+    ``[chunk rows, H, D]``, column sums of dO; suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
+    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); dq: as fp32, flat, to be zeroed; queries
+    per sequence (if not jagged); softmax scale.
     """
-    heads, kv_heads, rows, d = symbol(), symbol(), symbol(), spec.head_dim
+    heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True)  # noqa: E731
-    per_row = lambda: fake("float32", (heads, rows), align=4)  # noqa: E731
-    offsets = lambda: fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)  # noqa: E731
     return build(
         arch,
         Prepass(spec),
-        fake("bfloat16", (rows, heads, d)),
-        fake("float32" if spec.out_fp32 else "bfloat16", (rows, heads, d)),
-        per_row(),
-        per_row(),
-        per_row() if has_dlse else None,
+        *fake_results(heads, symbol(), d, spec.out_fp32, has_dlse),
         fake("uint8", (symbol(), heads, d)),
         fake("uint8", (symbol(), heads), align=1),
         *[fake("uint8", (symbol(), kv_heads), align=1) if spec.dq_half else None for _ in range(2)],
-        offsets(),
-        offsets(),
+        fake_offsets(offsets_dtype),
+        fake_offsets(offsets_dtype),
         images("uint8", 2 * QUERY_TILE * d),
         images("uint8", 2 * QUERY_TILE * d),
         images("float32", STAT_FLOATS),
