@@ -1,7 +1,8 @@
 """``MXTensor``: payload, scale, block shape and sequence boundaries, carried as one object."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,6 +136,15 @@ class MXTensor:
     def clone(self) -> "MXTensor":
         """Copy every part."""
         return self._map(lambda t: t.clone())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Fields with bytes for FP8, whose storages a plain ``pickle`` cannot restore."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"payload": self.codes, "scale": self.scale_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        formats = {"payload": torch.float8_e4m3fn, "scale": torch.float8_e8m0fnu}
+        for name, value in state.items():
+            object.__setattr__(self, name, value.view(formats[name]) if name in formats else value)
 
     def _map(self, fn) -> "MXTensor":  # FP8 dtypes lack many kernels: everything runs on the bytes
         offsets = None if self.offsets is None else fn(self.offsets)

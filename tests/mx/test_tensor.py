@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -27,8 +28,9 @@ def test_copies():
     buffer = io.BytesIO()
     torch.save(q, buffer)
     buffer.seek(0)
-    for other in (copy.deepcopy(q), q.to("cpu"), q.clone(), torch.load(buffer, weights_only=True)):
+    for other in (copy.deepcopy(q), q.to("cpu"), q.clone(), torch.load(buffer, weights_only=True), pickle.loads(pickle.dumps(q))):
         assert same(q, other)
+        assert other.payload.dtype == q.payload.dtype and other.scale.dtype == q.scale.dtype
     with pytest.raises(TypeError, match="dequantize"):
         q.to(torch.bfloat16)
 
