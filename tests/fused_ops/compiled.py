@@ -65,7 +65,7 @@ def main(arch: str, names: list[str]) -> None:
             (_compile_staged_norm if spec.stages else _compile_norm_quantize)(arch, None if spec.dense else "int32", spec)
 
         variants = {name: lambda name=name: compile_norm(name) for name in NORMS}
-        variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384, 128)
+        variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384, 128, True, True)
         variants["mean of wide rows"] = lambda: _compile_norm_mean(arch, "int32", "bfloat16", "float32", 4096)
         variants["bound"] = lambda: _compile_norm_bound(arch, "float32", 384, 128)
         from fused_ops.gemm_quantize.weights import WeightSpec

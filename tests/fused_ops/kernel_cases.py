@@ -86,6 +86,9 @@ SUM_ERROR = {"bf16": 2.0**-20, "fp8": 2.0**-11}
 """Of the kernel's sums, relative to the sum of magnitudes. BF16: an FP32 sum of at most 64 instructions, each of which rounds a running sum
 that is no more than that. FP8 (``fused_ops.gemm_quantize.sm90``): four instructions, each of 33 terms that lose less than 2^-13 of the
 largest, which in these rows is under an eighth of the sum and loses half of that on average."""
+RARE = 1e-7
+"""Share of codes, where there are a million and more, whose sums may be off by up to twice that: an FP8 row of which all but a few codes
+are 0 has a term that is most of the sum, and every other loses up to 2^-13 of it. (Seen on an H200: one in 256 million.)"""
 
 
 def check_product(x, w, block, offsets, exponent, codes: Tensor, scales: Tensor, *, exact: bool = False) -> float:
@@ -110,13 +113,16 @@ def check_product(x, w, block, offsets, exponent, codes: Tensor, scales: Tensor,
         fine = (scales.int() >= low) & (scales.int() <= high)
         assert bool(fine.all()), f"scales: {(~fine).sum()} wrong, first at {(~fine).nonzero()[:1].tolist()}"
     inverse = expand_scale(inverse_scale(scales), sums.shape, block, offsets, 0).double()
-    bounds = [cast_e4m3(((sums + sign * error) * inverse).clamp(-1e6, 1e6).float()).float() for sign in (-1, 1)]
     got = codes.view(torch.float8_e4m3fn).float()
     bad = inverse == 0 if block[0] else ~torch.isfinite(sums)
-    fine = torch.where(bad, codes == (0 if block[0] else 0x7F), (got >= bounds[0]) & (got <= bounds[1]))
-    if offsets is not None:
-        fine = torch.where((rows < offsets[-1])[:, None], fine, codes == 0)
-    assert bool(fine.all()), f"codes: {(~fine).sum()} wrong, first at {(~fine).nonzero()[:1].tolist()}"
+    few = int(RARE * codes.numel() + 1) if codes.numel() >= 1_000_000 and not isinstance(x, Tensor) else 0
+    for times, allowed in ((1, few), (2, 0)):
+        bounds = [cast_e4m3(((sums + sign * times * error) * inverse).clamp(-1e6, 1e6).float()).float() for sign in (-1, 1)]
+        fine = torch.where(bad, codes == (0 if block[0] else 0x7F), (got >= bounds[0]) & (got <= bounds[1]))
+        if offsets is not None:
+            fine = torch.where((rows < offsets[-1])[:, None], fine, codes == 0)
+        wrong = (~fine).nonzero()
+        assert len(wrong) <= allowed, f"codes: {len(wrong)} wrong by {times} times the error, first at {wrong[:1].tolist()}"
     return float((codes != want.codes).float().mean()) if codes.numel() else 0.0
 
 
