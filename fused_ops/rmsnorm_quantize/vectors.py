@@ -171,7 +171,7 @@ class SampledMean:
         for k in cutlass.range_constexpr(slabs):
             if lane + 32 * k < chunks:
                 load(weight, 0, 4 * (lane + 32 * k), gain[None, k])
-        for i in cutlass.range(warp, count, WARPS, unroll=4):
+        for i in cutlass.range(warp, count, WARPS, unroll=2):
             for k in cutlass.range_constexpr(slabs):
                 if lane + 32 * k < chunks:
                     again = cute.make_rmem_tensor(4, x.element_type)
