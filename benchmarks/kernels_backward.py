@@ -28,6 +28,10 @@ from lp_fa4.problem import AttentionProblem, ForwardResult
 VARIANTS = (("bf16", "float32"), ("mxfp8", "float32"), ("mxfp8", "float16"))
 """Formats of (dK and dV, sums of dQ)."""
 
+ALLOWED = {"bf16": 0.03, "mxfp8": 0.05}
+"""Difference to the reference: codes of dS (and of P, where only one of the two centres it) on the other side of a tie, 1 to 2%; gradients
+that differ by so much and are rounded to E4M3 differ by sqrt(0.02 * 0.07) more."""
+
 
 def small(shape: Any) -> Any:
     """The same kind of problem, small enough for the reference."""
@@ -82,7 +86,7 @@ def verify(shape: Any, device: torch.device, grads: str, dq_dtype: str) -> dict[
     for name in ("dq", "dk", "dv"):
         a, b = (x.dequantize() if isinstance(x, MXTensor) else x.float() for x in (getattr(ours, name), getattr(theirs, name)))
         errors[name] = float((a - b).norm() / b.norm())
-        if not errors[name] < 0.03:
+        if not errors[name] < ALLOWED[grads]:
             raise RuntimeError(f"{name} of {shape.name} differs from the reference by {errors[name]:.3g}: not timed")
     return errors
 

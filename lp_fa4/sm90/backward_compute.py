@@ -48,6 +48,7 @@ from lp_fa4.sm90.backward_ops import (
     mask_from,
     pair_of,
     pick_pairs,
+    pinned,
     power_for,
     redux_max,
     release,
@@ -64,8 +65,8 @@ BARRIER_GROUP = 1
 
 @cute.jit
 def key_factors(spec, w, item):
-    """(factor of K in S, factor of V in dP) of this warp's 16 keys. Their share in the codes that meet K, and the scale of dS while all
-    of it is zero, go to shared memory."""
+    """(factor of K in S, factor of V in dP) of this warp's 16 keys. Their share in the codes that meet K, the scale of dS while all of it
+    is zero, and the keys left go to shared memory."""
     at = item.record + 32 + 4 * (w.warp // 2)  # of this warp's group of 32
     fk, fv = scale_of_byte(shared_ints(at, 1)[0]), scale_of_byte(shared_ints(at + 16, 1)[0])
     idle = float_of(cutlass.max(cutlass.min(314 - shared_ints(item.record + 48, 1)[0], Int32(227)), Int32(27)) << 23)
@@ -76,19 +77,21 @@ def key_factors(spec, w, item):
         for g in cutlass.range_constexpr(4):
             top = cute.arch.fmax(top, scale_of_byte(four[g]))
         effect([w.factors + 8, fk / top], "st.shared.f32 [$0], $1;", "r,f")
-    if const_expr(spec.fold):  # registers are short
+    if const_expr(spec.fold or spec.group > 1):  # registers are short
         effect([w.factors + 16, fk, fv], "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f")
+    left = item.klen - item.n * KEY_TILE - 16 * w.warp
+    effect([w.factors + 24, left], "st.shared.b32 [$0], $1;", "r,r")
     return fk, fv
 
 
 @cute.jit
-def probabilities(spec, w, S, P, pairs, stat, fk, limits):
+def probabilities(spec, w, S, P, pairs, stat, fk, diagonal):
     """From S (scores) the codes P that meet dO, and p in ``pairs`` for dS: sixteen registers where FP32 takes 32."""
     s = shared_floats(stat + 4 * STAT_S0, 2, 8)
-    if const_expr(spec.fold):
+    if const_expr(spec.fold or spec.group > 1):
         fk = shared_floats(w.factors + 16, 1, 4)[0]
     columns = stat + 8 * (w.lane % 4)
-    whole = Float32(1.0) if limits[1] + 15 <= 0 else Float32(0.0)  # all of this warp's keys are seen
+    whole = Float32(1.0) if diagonal + 15 <= 0 else Float32(0.0)  # all of this warp's keys are seen
     ready = 0 if spec.fold or spec.causal else 2  # registers are short there
     ahead = [shared_floats(columns + 4 * STAT_A + 32 * j, 2, 8) for j in range(ready)]  # while waiting
     for q in cutlass.range_constexpr(4):
@@ -110,7 +113,7 @@ def probabilities(spec, w, S, P, pairs, stat, fk, limits):
                 x = [x[i] - (c[i] * whole if const_expr(spec.causal) else c[i]) for i in range(4)]
             P[r + 2 * q] = code4(x)
     if const_expr(spec.causal):
-        diagonal_mask(w, P, pairs, limits)
+        diagonal_mask(w, P, pairs, diagonal)
 
 
 def code4(x):
@@ -121,11 +124,11 @@ def code4(x):
 
 
 @cute.jit
-def diagonal_mask(w, P, pairs, limits):
-    """Zero what causality forbids. ``limits[1]``: the warp's first key minus the tile's first query, minus (keys - queries): key row r,
-    query column c is allowed if ``limits[1] + r <= c``."""
-    if limits[1] + 15 > 0:
-        first = limits[1] + w.lane // 4 - 2 * (w.lane % 4)
+def diagonal_mask(w, P, pairs, diagonal):
+    """Zero what causality forbids. ``diagonal``: the warp's first key minus the tile's first query, minus (keys - queries): key row r,
+    query column c is allowed if ``diagonal + r <= c``."""
+    if diagonal + 15 > 0:
+        first = diagonal + w.lane // 4 - 2 * (w.lane % 4)
         for q in cutlass.range_constexpr(4):
             for r in cutlass.range_constexpr(2):
                 masks = [mask_from(first + 8 * r - 8 * j) for j in (2 * q, 2 * q + 1)]
@@ -136,11 +139,12 @@ def diagonal_mask(w, P, pairs, limits):
 
 
 @cute.jit
-def score_gradients(spec, w, pairs, dP, stat, fv, x, limits):
-    """dP becomes dS * x in place. ``limits[0]``: keys left at this warp's first."""
+def score_gradients(spec, w, pairs, dP, stat, fv, x):
+    """dP becomes dS * x in place."""
     columns = stat + 4 * STAT_B + 8 * (w.lane % 4)
-    if const_expr(spec.fold):
+    if const_expr(spec.fold or spec.group > 1):
         fv = shared_floats(w.factors + 20, 1, 4)[0]
+    left = shared_ints(w.factors + 24, 1)[0]
     x = x * PAIR_LOSS
     factor = fv * x
     for j in cutlass.range_constexpr(8):
@@ -150,9 +154,9 @@ def score_gradients(spec, w, pairs, dP, stat, fv, x, limits):
             i = 2 * r + 4 * j
             dP[i] = low_of(pairs[i // 2]) * (dP[i] * factor + b0)
             dP[i + 1] = high_of(pairs[i // 2]) * (dP[i + 1] * factor + b1)
-    if limits[0] < 16:  # rows past the sequence's end hold a neighbour's keys, NaN perhaps: replaced, not multiplied
+    if left < 16:  # rows past the sequence's end hold a neighbour's keys, NaN perhaps: replaced, not multiplied
         for r in cutlass.range_constexpr(2):
-            keep = w.lane // 4 + 8 * r < limits[0]
+            keep = w.lane // 4 + 8 * r < left
             for j in cutlass.range_constexpr(8):
                 for c in cutlass.range_constexpr(2):
                     i = c + 2 * r + 4 * j
@@ -187,30 +191,35 @@ def first_exponent(w, S, buffer):
 
 
 @cute.jit
-def keep_in_range(S, x):
-    """If any of this warp's values passes 448, lower its scale: (new x, factor that brings the sums so far to it)."""
-    down = Float32(1.0)
-    top = largest(S)
-    if cute.arch.vote_any_sync(top > 448.0):
-        down = power_for(redux_max(top), CODE_TARGET)
-        for i in cutlass.range_constexpr(32):
-            S[i] = S[i] * down
-    return x * down, down
+def lower(S, x, dK):
+    """Bring this warp's values of dS, their scale and its sums of dK down to the range of codes. Returns the new scale. Rare: all of it in
+    one place, out of the way of the instructions around it."""
+    down = power_for(redux_max(largest(S)), CODE_TARGET)
+    for i in cutlass.range_constexpr(32):
+        S[i] = S[i] * down
+    for i in cutlass.range_constexpr(cute.size(dK)):
+        dK[i] = dK[i] * down
+    return x * down
 
 
 @cute.jit
-def recode_if_full(S, codes, x):
+def keep_in_range(S, x, dK):
+    """If any of this warp's values passes 448: :func:`lower`. Returns the scale."""
+    if cute.arch.vote_any_sync(largest(S) > 448.0):
+        x = lower(S, x, dK)
+    return x
+
+
+@cute.jit
+def recode_if_full(S, codes, x, dK):
     """As :func:`keep_in_range` after ``S`` was coded: looks for 448 (or NaN) among the codes, a third fewer instructions."""
     full = (codes[0] & 0x7F7F7F7F) + 0x02020202
     for i in cutlass.range_constexpr(1, 8):
         full = full | ((codes[i] & 0x7F7F7F7F) + 0x02020202)
-    down = Float32(1.0)
     if cute.arch.vote_any_sync((full & -0x7F7F7F80) != 0):
-        down = power_for(redux_max(largest(S)), CODE_TARGET)
-        for i in cutlass.range_constexpr(32):
-            S[i] = S[i] * down
+        x = lower(S, x, dK)
         to_codes(S, codes)
-    return x * down, down
+    return x
 
 
 @cute.jit
@@ -221,7 +230,9 @@ def publish(spec, w, S, codes, buffer, x):
         share = shared_floats(w.factors + 8, 1, 4)[0]
         to_codes(S, codes, (share, share))
     units = [pick_pairs(codes[2 * (j // 2)], codes[2 * (j // 2) + 1], "5140" if j % 2 == 0 else "7362") for j in range(8)]
-    address = w.strip + buffer * (QUERY_TILE * KEY_TILE)
+    # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
+    lane = pinned(w.lane)
+    address = w.ds_address + buffer * (QUERY_TILE * KEY_TILE) + lane * KEY_TILE + ((w.warp ^ (lane % 8)) << 4)
     for half in cutlass.range_constexpr(2):
         effect(
             [address + half * (32 * KEY_TILE), *units[4 * half : 4 * half + 4]],
@@ -230,74 +241,78 @@ def publish(spec, w, S, codes, buffer, x):
         )
     if w.lane == 0:
         effect([w.scales + 32 * buffer + 4 * w.warp, x], "st.shared.f32 [$0], $1;", "r,f")
+
+
+@cute.jit
+def hand_over(spec, w, stage, buffer):
+    """dS of a tile goes to the dQ warpgroup, its Q, dO and statistics back to the copy warp. The fence waits for the stores of
+    :func:`publish`, so this comes when the next products are under way."""
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
     arrive(w.bars.ds_full + buffer)
+    release(spec, w.bars.a_empty + stage, w.peer)  # after a proxy fence: the next copy overwrites statistics that were read here
 
 
 @cute.jit
-def rescale(dK, down):
-    """Bring dK's sums to a new scale, in the rare case that it moved."""
-    if down < 1.0:
-        for i in cutlass.range_constexpr(cute.size(dK)):
-            dK[i] = dK[i] * down
-
-
-@cute.jit
-def finish_tiles(spec, w, dK, out, out_phase, stage, buffer):
-    """dK of a segment's last query tile."""
+def finish_tiles(spec, w, dK, last):
+    """dK of a segment's last query tile. ``last``: as in :func:`step`."""
+    out, out_phase, stage, buffer = last
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
     accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
+    hand_over(spec, w, stage, buffer)
     warpgroup.wait_group(0)
     release(spec, w.bars.t_empty + out, w.peer)
 
 
 @cute.jit
-def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, limits, now, last):
+def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last):
     """One query tile. ``kind``: FIRST of a segment (dK is all zeros), or STEADY; ``keys``: factors of :func:`key_factors`, K and V
-    operands; ``now``: stage and phase of Q, dO and dO^T, and of dS; ``last``: stage and phase of Q^T of the tile before, whose dK is done
-    here. Returns x.
+    operands; ``diagonal``: for :func:`diagonal_mask`; ``now``: stage and phase of Q, dO and dO^T, and of dS; ``last``: stage and phase of
+    Q^T of the tile before, whose dK is done here, its stage of Q and its buffer of dS, which are handed over here. Returns x.
 
     Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
-    as soon as dK is read there (C7514).
+    as soon as dK is read there (C7514). dK runs under the exponentials where registers allow.
     """
     fk, fv, k, v = keys
-    bars = w.bars
+    bars, under = w.bars, not spec.causal
     stage, phase, buffer, ds_phase = now
     stat = w.stat + stage * (4 * STAT_FLOATS)
     S = cute.make_rmem_tensor(w.score_shape, Float32)
     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
     accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
-    if const_expr(kind != FIRST):
+    if const_expr(kind == FIRST):
+        warpgroup.wait_group(0)
+    else:
         cute.arch.mbarrier_wait(bars.t_full + last[0], last[1])
         accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[0]], False)
-    warpgroup.wait_group(0)
-    if const_expr(kind != FIRST):
-        release(spec, bars.t_empty + last[0], w.peer)
+        hand_over(spec, w, last[2], last[3])
+        if const_expr(under):
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+            release(spec, bars.t_empty + last[0], w.peer)
     pairs = cute.make_rmem_tensor(16, Int32)
-    probabilities(spec, w, S, w.P, pairs, stat, fk, limits)
+    probabilities(spec, w, S, w.P, pairs, stat, fk, diagonal)
     dP = cute.make_rmem_tensor(w.score_shape, Float32)
     accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
     accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, stage], kind == FIRST)
     warpgroup.wait_group(0)
-    score_gradients(spec, w, pairs, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x, limits)
-    down = Float32(1.0)
+    if const_expr(kind != FIRST and under):
+        release(spec, bars.t_empty + last[0], w.peer)
+    score_gradients(spec, w, pairs, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x)
     if const_expr(kind == FIRST):
         x = first_exponent(w, dP, buffer)
     elif const_expr(spec.fold):
-        x, down = keep_in_range(dP, x)
+        x = keep_in_range(dP, x, dK)
     if const_expr(spec.fold):
         e = shared_floats(stat + 4 * STAT_Q0, 2, 8)
         to_codes(dP, w.dS, (e[0], e[1]))
     else:
         to_codes(dP, w.dS)
         if const_expr(kind != FIRST):
-            x, down = recode_if_full(dP, w.dS, x)
-    if const_expr(kind != FIRST):
-        rescale(dK, down)
+            x = recode_if_full(dP, w.dS, x, dK)
     cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
     publish(spec, w, dP, w.dS, buffer, x)
-    release(spec, bars.a_empty + stage, w.peer)  # after publish's proxy fence: the next copy overwrites statistics that were read here
     return x
 
 

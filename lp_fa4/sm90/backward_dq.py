@@ -5,8 +5,8 @@ Per query tile, with the codes of dS that the computing warpgroups left in share
     dQ = dS K       64 x D, two products of half of D, each in two steps of 64 keys
 
 The computing warpgroups choose the scale of their codes independently (``backward_compute``), so the sum over one's keys is brought to
-the scale of the other's between the steps: a power of two, exact. A warp's scale differs from that of its warpgroup only where its values
-left the range: then the codes are brought to the smallest first.
+the scale of the other's between the steps where they differ: a power of two, exact. A warp's scale differs from that of its warpgroup only
+where its values left the range: then the codes are brought to the smallest first.
 
 FP8 wgmma takes K-major operands only: K^T is made here, in shared memory, once a key tile. Sums leave by one bulk reduction a warp and
 half, in accumulator order.
@@ -120,9 +120,10 @@ def multiply(spec, w, factor, target: Int64, buffer, ds_phase):
     for half in cutlass.range_constexpr(2):
         dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
         issue(w.mma_q, dQ, dS, w.kt[half], (first, first + 1), True)
-        warpgroup.wait_group(0)
-        for i in cutlass.range_constexpr(cute.size(dQ)):
-            dQ[i] = dQ[i] * ratio
+        if ratio < 1.0:
+            warpgroup.wait_group(0)
+            for i in cutlass.range_constexpr(cute.size(dQ)):
+                dQ[i] = dQ[i] * ratio
         issue(w.mma_q, dQ, dS, w.kt[half], (2 - first, 3 - first), False)
         warpgroup.wait_group(0)
         if const_expr(half == 1):

@@ -1,6 +1,6 @@
 """What the backward kernels agree on: compile-time choices, tile images, statistics and workspace sizes. No ``cutlass`` here.
 
-Units of work: a key tile is 128 keys of one sequence, a query tile 64 queries, a chunk 8 query tiles (512 queries, the longest sum
+Units of work: a key tile is 128 keys of one sequence, a query tile 64 queries, a chunk 16 query tiles (1,024 queries, the longest sum
 that stays inside the tensor core's accumulator), an item one key tile of one key/value head (or two neighbours, see
 ``BackwardSpec.cluster``).
 
@@ -8,7 +8,7 @@ Images of a query tile: the bytes of its codes as shared memory wants them, swiz
 codes ``[D, 64]`` (queries of each run of 16 in the order of ``backward_load``).
 
 Query rows are laid out by the tile rule with 64: tile ``i`` of sequence ``b`` is row ``offsets_q[b] // 64 + b + i`` of the workspaces
-(dense or shared: ``b * ceil(Q / 64) + i``), chunks by the same rule with 512. Every workspace tile is written whole, rows past the
+(dense or shared: ``b * ceil(Q / 64) + i``), chunks by the same rule with 1,024. Every workspace tile is written whole, rows past the
 sequence's end as zeros, so that the main kernel needs no bound on its query side.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 KEY_TILE = 128
 QUERY_TILE = 64
-CHUNK_TILES = 8
+CHUNK_TILES = 16
 CHUNK = QUERY_TILE * CHUNK_TILES
 ITEM_FIELDS = 8
 """int32 fields of a work item: sequence, first item of the sequence, 0, first token, tokens, first query tile row, queries, scale row."""
@@ -40,7 +40,7 @@ class BackwardSpec:
         centred: P - l/K instead of P in dV, whose coherent part the caller adds.
         suffix: P - l/K on query tiles that see all of a warp's keys, and their coherent part added here (see ``backward_suffix``).
         shared: one set of queries for all sequences; dQ goes to ``replicas`` buffers.
-        long: some key tile may meet more than one chunk (more than 512 queries, or grouped heads): partial sums leave the tensor core.
+        long: some key tile may meet more than one chunk (more than 1,024 queries, or grouped heads): partial sums leave the tensor core.
         fold: exponents of q or of k differ inside a tile, so dS is coded twice.
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
         k_static, v_static: one exponent a head instead of one per 32 keys.

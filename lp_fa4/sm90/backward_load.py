@@ -92,7 +92,7 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
         bid, grid = bid // 2, grid // 2
     for t in cutlass.range(bid, total, grid, unroll=1):
         entry = t // kv_heads
-        fields = [Int32(items[entry, i]) for i in range(8)]
+        fields = [None, *(Int32(items[entry, i]) for i in range(1, 7)), None]  # the others when they are wanted: registers are short
         tiles, key_tiles = (fields[6] + (QUERY_TILE - 1)) // QUERY_TILE, (fields[4] + (spec.item_keys - 1)) // spec.item_keys
         hk, first_tile, end_tile = t % kv_heads, Int32(0), key_tiles
         if const_expr(not spec.serial):  # all key tiles of a head follow each other: their dQ and query operands stay in L2
@@ -106,16 +106,17 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
         k_smem, k_gmem = cpasync.tma_partition(tma.k, 0, one, group(smem.k), group(cute.local_tile(k_head, shape, (None, 0))))
         v_smem, v_gmem = cpasync.tma_partition(tma.v, 0, one, group(smem.v), group(cute.local_tile(v_head, shape, (None, 0))))
         for n in cutlass.range(first_tile, end_tile, unroll=1):
-            item = SimpleNamespace(b=fields[0], n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
+            item = SimpleNamespace(n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
             first, chunk, chunks = query_span(spec, item)
-            k_bytes = scale_bytes(spec.k_static, k_scale, item, fields[7])
-            v_bytes = scale_bytes(spec.v_static, v_scale, item, fields[7])
             cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
             record = smem.record + RECORD_BYTES * kv
+            store_words(record, (Int32(items[pinned(entry), 0]), n, item.k0, item.klen))
+            store_words(record + 16, (item.qrow, item.qlen, item.hk, Int32(0)))
+            scale_row = Int32(items[pinned(entry), 7])
+            store_words(record + 32, scale_bytes(spec.k_static, k_scale, item, scale_row))
+            store_words(record + 48, scale_bytes(spec.v_static, v_scale, item, scale_row))
+            bytes_ = 2 * KEY_TILE * spec.head_dim if chunks > 0 else 0
             with cute.arch.elect_one():
-                for i, words in enumerate(((item.b, n, item.k0, item.klen), (item.qrow, item.qlen, item.hk, Int32(0)), k_bytes, v_bytes)):
-                    effect([record + 16 * i, *words], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
-                bytes_ = 2 * KEY_TILE * spec.head_dim if chunks > 0 else 0
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + kv, bytes_)
             if chunks > 0:
                 cute.copy(tma.k, k_gmem[None, n], k_smem[None, kv], tma_bar_ptr=bars.k_full + kv)
@@ -149,10 +150,17 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
                     if turn == count:
                         turn = Int32(0)
     cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
+    for i in range(2):
+        store_words(smem.record + RECORD_BYTES * kv + 16 * i, [Int32(-1)] * 4)
     with cute.arch.elect_one():
-        for i in range(2):
-            effect([smem.record + RECORD_BYTES * kv + 16 * i, *[Int32(-1)] * 4], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
         cute.arch.mbarrier_arrive(bars.k_full + kv)
+
+
+@cute.jit
+def store_words(address, words):
+    """Four int32 words to shared memory, by one lane: the same that arrives on the barrier then."""
+    with cute.arch.elect_one():
+        effect([address, *words], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
 
 
 @cute.jit

@@ -22,8 +22,8 @@ from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span,
 from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
-REGISTERS = (24, 208, 72)
-"""Feeding, computing and dQ warpgroups: 24 + 2 * 208 + 72 = 512 = 4 * 128, what the launch brings."""
+REGISTERS = (32, 208, 64)
+"""Feeding, computing and dQ warpgroups: 32 + 2 * 208 + 64 = 512 = 4 * 128, what the launch brings."""
 THREADS = 512
 
 
@@ -269,9 +269,7 @@ class BackwardMain:
             thread = tid - 128
             own = cute.arch.make_warp_uniform(thread // 32)
             group = cute.arch.make_warp_uniform(thread // 128)
-            lane = tid % 32
-            if const_expr(not (spec.causal or spec.fold)):  # where a register is left: else it is read again and again, 160 clocks a time
-                lane = pinned(lane)
+            lane = pinned(tid % 32)  # else it is read again and again, 160 clocks a time
             slice_s, slice_g = mma_s.get_slice(group * 128), mma_g.get_slice(group * 128)
             tensor = lambda x, layout: swizzled(x, layout)  # noqa: E731
             operand_shape = mma_g.partition_shape_A((KEY_TILE, QUERY_TILE))
@@ -304,9 +302,8 @@ class BackwardMain:
                 staging=address(store.staging) + own * staging_bytes(spec),
                 record=smem.record,
                 factors=address(store.factors) + 32 * own,
-                # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
                 peer=cute.arch.block_idx()[0] % 2 ^ 1,
-                strip=address(store.ds) + lane * KEY_TILE + ((own ^ (lane % 8)) << 4),
+                ds_address=address(store.ds),
             )
             grads = SimpleNamespace(suffix=suffix, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
             self.consume(w, grads, kv_heads)
@@ -316,7 +313,7 @@ class BackwardMain:
 
     @cute.jit
     def consume(self, w, grads, kv_heads):
-        """Walk the items: segments of at most 8 query tiles each, then the results of the key tile."""
+        """Walk the items: segments of at most 16 query tiles each, then the results of the key tile."""
         spec, bars = self.spec, w.bars
         d = spec.head_dim
         bid, _, _ = cute.arch.block_idx()
@@ -330,8 +327,6 @@ class BackwardMain:
             if more > 0:
                 first, chunk, chunks = query_span(spec, item)
                 segments = chunks * spec.group
-                key = item.n * KEY_TILE + 16 * w.warp  # of this warp, within the sequence
-                left = item.klen - key
                 if segments == 0:
                     store_zeros(spec, w, item, kv_heads, grads)
                     arrive(bars.k_empty + kv)
@@ -345,20 +340,19 @@ class BackwardMain:
                         dK.fill(0.0)
                         cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                         segment_factors(w, stage)
-                        # keys left at this warp's first, and what ``diagonal_mask`` wants
-                        diagonal = key - item.klen + item.qlen - QUERY_TILE * low
-                        limits = (left, diagonal - QUERY_TILE * turn)
+                        diagonal = item.n * KEY_TILE + 16 * w.warp - item.klen + item.qlen - QUERY_TILE * low
                         now = (stage, phase, buffer, ds_phase)
-                        x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, limits, now, now)
+                        x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, diagonal - QUERY_TILE * turn, now, now)
                         for _ in cutlass.range(count - 1, unroll=1):
                             last, turn = (out, out_phase, stage, buffer), self.next_turn(turn, count)
                             stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
                             now = (stage, phase, buffer, ds_phase)
-                            limits = (left, diagonal - QUERY_TILE * turn)
-                            x = step(spec, STEADY, w, dV, dK, x, keys, limits, now, last)
+                            x = step(spec, STEADY, w, dV, dK, x, keys, diagonal - QUERY_TILE * turn, now, last)
+                        again = Item(pinned(w.record + RECORD_BYTES * kv))  # not held through the loop: registers are short
+                        left = again.klen - (again.n * KEY_TILE + 16 * w.warp)
                         if s == segments - 1:
                             arrive(bars.k_empty + kv)
-                        finish_tiles(spec, w, dK, out, out_phase, stage, buffer)
+                        finish_tiles(spec, w, dK, (out, out_phase, stage, buffer))
                         stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
                         factors = shared_floats(w.factors, 2, 8)
                         dv_factor, dk_factor = factors[0], factors[1] * reciprocal_power(x)
@@ -368,9 +362,9 @@ class BackwardMain:
                                 add_partial(spec, w, dV, dv_factor, scratch, s == 0)
                                 add_partial(spec, w, dK, dk_factor, scratch + KEY_TILE * d * 4, s == 0)
                             else:
-                                self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch)
+                                self.finish(w, dV, dK, dv_factor, dk_factor, segments, again, left, grads, kv_heads, scratch)
                         else:
-                            self.finish(w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch)
+                            self.finish(w, dV, dK, dv_factor, dk_factor, segments, again, left, grads, kv_heads, scratch)
             kv, kv_phase = advance(kv, kv_phase, 2)
         cute.arch.cp_async_bulk_wait_group(0)
 

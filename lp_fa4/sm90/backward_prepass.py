@@ -1,6 +1,6 @@
 """What the backward's main kernel needs of the query side, in one launch: codes of dO and Q as tile images, per-query statistics, zeros.
 
-One CTA takes a chunk (512 queries of one sequence and head) in two passes over dO. The first finds each row's absolute maximum and the
+One CTA takes a chunk (1,024 queries of one sequence and head) in two passes over dO. The first finds each row's absolute maximum and the
 column sums of dO; the second writes::
 
     dO8 = E4M3(dO / l * 2^-e)          e: exponent of the row (smallest with no clipping), e_ref: largest of the chunk

@@ -96,14 +96,16 @@ def send_rows(spec, lane, staging, rows: Int64, stride: Int32, left: Int32, spli
     pitch = staged_row(spec) + 16
     chunks = staged_row(spec) // 16
     at_once = 32 // chunks
+    first, source = lane // chunks, staging + lane // chunks * pitch + 16 * (lane % chunks)
+    target = rows + Int64(first) * stride + 16 * (lane % chunks)
     for i in cutlass.range_constexpr(16 // at_once):
-        row = at_once * i + lane // chunks
-        if row < left:
-            words = shared_ints(staging + row * pitch + 16 * (lane % chunks), 4)
-            out = [words[i] for i in range(4)]
-            if const_expr(split):
-                out = [pick_pairs(words[i % 2 * 2], words[i % 2 * 2 + 1], "5410" if i < 2 else "7632") for i in range(4)]
-            effect([rows + Int64(row) * stride + 16 * (lane % chunks), *out], "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r")
+        if const_expr(i % 2 == 0):  # two reads under way; more would spill
+            read = [shared_ints(source + at_once * (i + j) * pitch, 4) for j in range(2)]
+        words = [read[i % 2][j] for j in range(4)]
+        if const_expr(split):
+            words = [pick_pairs(words[j % 2 * 2], words[j % 2 * 2 + 1], "5410" if j < 2 else "7632") for j in range(4)]
+        if at_once * i + first < left:
+            effect([target + Int64(at_once * i) * stride, *words], "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r")
 
 
 @cute.jit

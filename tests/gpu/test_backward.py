@@ -139,7 +139,8 @@ def test_gradient_of_lse():
     dlse = torch.randn(p.heads, p.rows, device=DEVICE)
     ours, theirs = run(p, result, dout, dlse=dlse), reference.backward(p, result, dout, dlse=dlse)
     for name in ("dq", "dk"):
-        assert relative(values(getattr(ours, name)), values(getattr(theirs, name)).double()) < 0.02, name
+        # codes of dS on the other side of a tie (p is cut to BF16 there): 1.2%, and as much again from MXFP8
+        assert relative(values(getattr(ours, name)), values(getattr(theirs, name)).double()) < (0.02 if name == "dq" else 0.04), name
 
 
 @pytest.mark.parametrize("growth", [0.25, 4.0])
@@ -205,8 +206,7 @@ def test_uniform_attention(keys):
 def test_sums_over_queries_are_not_biased(queries, centred):
     """dO with a mean: a sum left inside the tensor core loses what falls under its last bits, always towards 0.
 
-    Centring takes the coherent part out of the sum, and what is left is unbiased to 0.1%. Uncentred dV keeps the loss of one chunk of
-    512 queries, 0.4% measured, and no more at 8,192: chunks are added in FP32.
+    Centring takes the coherent part out of the sum, by the caller or by the kernel, and what is left is unbiased to 0.1%.
     """
     p = Case((256,), queries=queries, heads=1, kv_heads=1, shared=False, centred=centred, mean=False).make(10)
     dout = gradient(p, mean=1.0)
@@ -216,7 +216,7 @@ def test_sums_over_queries_are_not_biased(queries, centred):
     for name, a, b, t in (("dk", values(ours.dk), values(theirs.dk), truth[1]), ("dv", whole_dv(p, ours), whole_dv(p, theirs), truth[2])):
         bias, allowed = (float((x.double() * t).sum() / (t * t).sum()) - 1.0 for x in (a, b))
         print("bias", queries, centred, name, bias, "reference", allowed)
-        assert abs(bias) < (6e-3 if name == "dv" and not centred else 1e-3) + abs(allowed), name
+        assert abs(bias) < 1e-3 + abs(allowed), name
 
 
 def test_isolation():
