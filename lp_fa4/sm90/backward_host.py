@@ -1,9 +1,11 @@
 """Attention backward on Hopper: from an ``AttentionProblem`` and its forward's result to gradients, in three launches and a work list.
 
-``backward_prepass`` (dO8, statistics, zeros) → ``backward_main`` (dK, dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). Where this
-differs from the reference in rounding: dO has one exponent a row instead of one per 32 x 32 block (its products fold exponents into P,
-so finer ones are free); dS has one running exponent per 128-key tile for all queries of a chunk (no Hopper MMA scales blocks, and both
-axes of dS are contracted), whatever ``config.ds_block`` says. ``BACKWARD.md`` has the reasons and the measurements.
+``backward_prepass`` (dO8, statistics, zeros) → ``backward_suffix`` (only where P is not centred by the caller) → ``backward_main`` (dK,
+dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). Where this differs from the reference in rounding: dO has one exponent a row
+instead of one per 32 x 32 block (its products fold exponents into P, so finer ones are free); dS has one running exponent per 64 keys for
+all queries of a chunk (no Hopper MMA scales blocks, and both axes of dS are contracted), whatever ``config.ds_block`` says; p meets dS as
+BF16; P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask for it (``fold_l_into_do`` only).
+``BACKWARD.md`` has the reasons and the measurements.
 """
 
 from dataclasses import dataclass
