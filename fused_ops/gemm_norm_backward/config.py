@@ -19,6 +19,10 @@ RUN = 32_768
 """Most tokens that one accumulator of the weight gradient sums: tensor cores cut each of their additions (2,048 of them) instead of
 rounding it, so a sum shrinks by up to 2^-25 of itself with each; longer runs are cut and added in FP32."""
 STAGES = 3
+CODE_TILES = {1: 192, 2: 192, 3: 192, 4: 128}
+"""Where both operands of the weight gradient are codes: warpgroups of a CTA to the most columns that their registers hold."""
+CODE_BYTES = 220 * 1024
+"""Shared memory of that kernel's stages and tables."""
 SINGLE = "mx", "bfloat16"
 
 
@@ -88,32 +92,60 @@ class WeightSpec:
     xn: Operand
     dense: bool
     warp_mma: bool = False
+    run: int = RUN
+
+    @property
+    def codes(self) -> bool:
+        """Both operands are codes, on Hopper: the kernel with roles and FP16 products (``weight_gradient_codes``)."""
+        return self.dk.mx and self.xn.mx and not self.warp_mma
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of the result in one CTA."""
+        if self.codes:  # 64 rows a warpgroup; of the tiles whose accumulators fit the largest, of those the one with most warpgroups
+            fits = [
+                (64 * g, n)
+                for g, limit in CODE_TILES.items()
+                for n in (64, 128, 192)
+                if n <= limit and self.rows % (64 * g) == 0 and self.columns % n == 0
+            ]
+            return max(fits, key=lambda tile: (tile[0] * tile[1], tile[0]))
+        # three warpgroups if the pieces of a step share out evenly; accumulators and the operands of the next step share registers
+        groups = next(n for n in (3, 2, 1) if self.rows // 64 % n == 0 and (n != 3 or (self.columns % 192 == 0 and not self.warp_mma)))
+        limit = WARP_MMA_COLUMNS if self.warp_mma else 192 if groups == 3 else 256
+        return 64 * groups, next(n for n in (256, 192, 128, 64) if n <= limit and self.columns % n == 0)
 
     @property
     def groups(self) -> int:
-        """Warpgroups of a CTA, 64 rows of the result each: three if the pieces of a step share out evenly."""
-        return next(n for n in (3, 2, 1) if self.rows // 64 % n == 0 and (n != 3 or (self.columns % 192 == 0 and not self.warp_mma)))
+        """Computing warpgroups of a CTA, 64 rows of the result each."""
+        return self.tile[0] // 64
 
     @property
     def tile_rows(self) -> int:
         """Rows of the result in one CTA."""
-        return 64 * self.groups
+        return self.tile[0]
 
     @property
     def tile_columns(self) -> int:
-        """Columns of the result in one CTA: their accumulators and the operands of the next step share the registers of a thread."""
-        limit = WARP_MMA_COLUMNS if self.warp_mma else 192 if self.groups == 3 else 256
-        return next(n for n in (256, 192, 128, 64) if n <= limit and self.columns % n == 0)
+        """Columns of the result in one CTA."""
+        return self.tile[1]
 
     @property
     def tiles(self) -> int:
         """CTAs that see the same tokens."""
         return self.rows // self.tile_rows * (self.columns // self.tile_columns)
 
+    @property
+    def code_stages(self) -> int:
+        """Steps of codes in shared memory, beside the FP16 operands and tables of ``STAGES`` of them."""
+        step = TILE * (self.tile_rows + self.tile_columns)
+        return max(3, min(8, (CODE_BYTES - STAGES * (2 * TILE * self.tile_columns + step // 16)) // step))
+
     def splits(self, tokens: int, multiprocessors: int) -> int:
-        """Runs of tokens: whole waves of CTAs, none longer than ``RUN``."""
+        """Runs of tokens: whole waves of CTAs, none longer than ``RUN``; one wave where the kernel itself cuts its run."""
         wave = max(1, multiprocessors // self.tiles)
-        return max(1, min(wave * -(-tokens // (wave * RUN)), -(-tokens // TILE)))
+        waves = 1 if self.codes else -(-tokens // (wave * self.run))
+        return max(1, min(wave * waves, -(-tokens // TILE)))
 
     @property
     def lookup(self) -> bool:

@@ -7,7 +7,7 @@ the two GEMMs is exact, since codes under their exponents and the weight are BF1
 import torch
 from torch import Tensor
 
-from fused_ops.gemm_norm_backward.config import TILE, InputSpec, Operand, WeightSpec, reasons_against
+from fused_ops.gemm_norm_backward.config import RUN, TILE, InputSpec, Operand, WeightSpec, reasons_against
 from fused_ops.operands import Weight, to_float
 from fused_ops.rmsnorm_quantize.kernel import aligned
 from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
@@ -20,7 +20,12 @@ def operand(matrix: Tensor | MXTensor | None) -> tuple[Operand | None, Tensor | 
         return None, None, None
     if isinstance(matrix, Tensor):
         return Operand(0), aligned(matrix), None
-    return Operand(matrix.block[1], matrix.is_static), aligned(matrix.codes), matrix.scale_bytes.contiguous()
+    return Operand(matrix.block[1], matrix.is_static), spread(aligned(matrix.codes)), matrix.scale_bytes.contiguous()
+
+
+def spread(matrix: Tensor) -> Tensor:
+    """The matrix with rows that do not overlap (an expanded one is copied), as TMA wants them."""
+    return matrix if matrix.stride(0) >= matrix.shape[1] or matrix.shape[0] == 1 else matrix.contiguous()
 
 
 def clusters_of(device: torch.device, size: int) -> int:
@@ -86,13 +91,15 @@ def input_gradient(
 def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tensor | None) -> Tensor:
     """``dk^T @ xn`` FP32 ``[N, C]``, bitwise repeatable. T >= 1, B >= 1."""
     from fused_ops.gemm_norm_backward.weight_gradient import compile_weight_gradient
+    from fused_ops.gemm_norm_backward.weight_gradient_codes import compile_weight_gradient_of_codes
 
     device, (tokens, rows), columns = dk.device, dk.shape, xn.shape[1]
     (dk_kind, dk, dk_scale), (xn_kind, xn, xn_scale) = operand(dk), operand(xn)
     assert dk_kind is not None and xn_kind is not None
-    spec = WeightSpec(rows, columns, dk_kind, xn_kind, dense=offsets is None, warp_mma=arch_of(device) != "sm_90a")
+    spec = WeightSpec(rows, columns, dk_kind, xn_kind, dense=offsets is None, warp_mma=arch_of(device) != "sm_90a", run=RUN)
     parts = torch.empty(spec.splits(tokens, multiprocessors(device)), rows, columns, dtype=torch.float32, device=device)
-    compiled = compile_weight_gradient(arch_of(device), None if offsets is None else dtype_name(offsets), spec)
+    compile_it = compile_weight_gradient_of_codes if spec.codes else compile_weight_gradient
+    compiled = compile_it(arch_of(device), None if offsets is None else dtype_name(offsets), spec)
     launch(compiled, device, dk, dk_scale, xn, xn_scale, offsets, parts)
     return parts.sum(0)
 

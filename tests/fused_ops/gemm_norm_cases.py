@@ -4,10 +4,12 @@ Right: against FP64 on the operands as stored, at most twice the error of the re
 of the result's own dtype adds. Where FP64 is not finite the kernel must not be either, and only there. Rows past the last offset are 0.
 """
 
+from unittest import mock
+
 import torch
 from torch import Tensor
 
-from fused_ops.gemm_norm_backward import reference
+from fused_ops.gemm_norm_backward import kernel, reference
 from fused_ops.gemm_norm_backward.config import RUN
 from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward
 from fused_ops.operands import to_float
@@ -142,13 +144,13 @@ def check(arguments, got, needs=(True, True, True)) -> dict[str, float]:
     return errors
 
 
-def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, True), **options) -> Case:
-    """One call of the kernels."""
+def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, True), run: int = RUN, **options) -> Case:
+    """One call of the kernels. ``run``: tokens of a segment of dW."""
     poison()
     arguments = problem(lengths, rows, columns, **options)
 
     def call():
-        with host(arch):
+        with host(arch), mock.patch.object(kernel, "RUN", run):
             return gemm_norm_backward(*arguments, *needs)
 
     name = f"gemm_norm_backward {lengths} {rows}x{columns} {options}"
