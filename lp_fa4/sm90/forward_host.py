@@ -229,7 +229,7 @@ def forward(problem: AttentionProblem) -> ForwardResult:
     Raises: ``ValueError`` for what these kernels do not serve.
     """
     _check(problem)
-    if problem.rows == 0 or problem.heads == 0 or problem.tokens == 0 or problem.q.shape[0] == 0:
+    if problem.rows == 0 or problem.heads == 0 or problem.tokens == 0 or problem.q.shape[0] == 0 or problem.batch == 0:
         return _outputs(problem, filled=True)
     from lp_fa4.sm90.transpose import transposed_copy
 

@@ -49,7 +49,8 @@ def prepare(
     """
     if block[0] not in (32, 128) or block[1] != q.shape[2]:
         raise ValueError(f"block is {block}; allowed are (32, {q.shape[2]}) and (128, {q.shape[2]})")
-    if q.shape[0] == 0 or k.shape[0] == 0:  # nothing to launch on
+    samples = 1 if offsets_k is None else offsets_k.shape[0] - 1
+    if q.shape[0] == 0 or k.shape[0] == 0 or samples == 0:  # nothing to launch on, though there may be spare rows
         made = reference.prepare(q, k, v, offsets_q, offsets_k, causal, config, block)
         return Prepared(*made, lse_shift=None)
     if offsets_k is None:

@@ -56,6 +56,11 @@ def test_seventy_thousand_samples_or_three(worker):
     assert len({n for seen in found.values() for n in seen["compiled"][1:]}) == 1
 
 
+def test_no_samples_and_spare_rows(worker):
+    """A batch of no samples whose tensors have rows all the same: no launch with an empty grid."""
+    assert len(worker.call("tests.properties.emulated_cases:no_samples")) >= 10
+
+
 def test_uniform_attention(worker):
     """dV of 1/keys on a scale of its own: a fixed scale of 1 makes it 0 from 1,024 keys on. E4M3 rounds one number here, 6.25% at most."""
     assert abs(worker.call("tests.properties.emulated_cases:uniform", keys=1024)["bias"]) < 0.0625
