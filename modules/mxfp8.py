@@ -75,6 +75,12 @@ def _backward_weight(projection: ProjectionWeight) -> Tensor:
     return weight.dequantize(torch.bfloat16) if isinstance(weight, MXTensor) else projection.rounded
 
 
+def row_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """FP32 ``rows [B, C] @ matrix [C, N]``, summed in FP64: BLAS adds up an FP32 product in an order that depends on ``B``, and a sample's
+    numbers must not depend on its batch. There is a row a sample, so it costs next to nothing."""
+    return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
+
+
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
@@ -134,7 +140,7 @@ def pma_attention(
         v = project(value_weight)
         if mean is not None and total is not None:
             exact = to_float(value_weight.weight)
-            v_mean, v_sum = mean @ exact.t(), total @ exact.t()
+            v_mean, v_sum = row_product(mean, exact.t()), row_product(total, exact.t())
     q_mean = q.mean(dim=0) if opts.q_smoothing else None
     qc = q if q_mean is None else q - q_mean
     q_exponent = None
@@ -251,7 +257,7 @@ def _saved_problem(saved: list[Tensor], offsets: Tensor, w_v: Tensor | None, num
         v_mean, v_sum = mean, total
         if w_v is not None:
             exact = to_float(_projection(w_v, None, heads, opts, False).weight)
-            v_mean, v_sum = mean @ exact.t(), total @ exact.t()
+            v_mean, v_sum = row_product(mean, exact.t()), row_product(total, exact.t())
         v_mean, v_sum = (rows.reshape(batch, heads, head_dim) for rows in (v_mean, v_sum))
     return name, AttentionProblem(
         MXTensor.from_bytes(q_codes, q_scale, block),
@@ -356,7 +362,7 @@ def _flow(
     if w_v is None:
         return dv, mean
     exact = to_float(_projection(w_v, None, heads, opts, False).weight)
-    through = None if mean is None else mean @ exact
+    through = None if mean is None else row_product(mean, exact)
     if backend == "reference":
         return to_float(dv) @ exact, through
     return (dv if isinstance(dv, Tensor) else dv.dequantize(torch.bfloat16)) @ exact.to(torch.bfloat16), through

@@ -7,6 +7,7 @@ from fused_ops.hadamard import hadamard_matrix
 from lp_fa4.config import AttentionConfig
 from modules import Numerics
 from modules.functional import query_heads
+from modules.mxfp8 import row_product
 from tests.modules.common import DIM, HEADS, batch, exact, make, ratios, run
 
 LENGTHS = [200, 0, 33, 257, 128]
@@ -98,6 +99,15 @@ def test_query_side_is_the_formula():
     turned = query_heads(*arguments, Numerics(hadamard=True))
     torch.testing.assert_close(turned, q @ hadamard_matrix(DIM // HEADS), rtol=0, atol=1e-5)
     assert q.dtype == torch.float32 and list(q.shape) == [module.num_seeds, HEADS, DIM // HEADS]
+
+
+def test_rows_of_a_product_do_not_depend_on_how_many_there_are():
+    """Means of samples through the value projection: the same bits alone and among others, whatever BLAS does with so many rows."""
+    rows, matrix = torch.randn(200, 384) * torch.exp2(torch.randint(-9, 9, (200, 1))), torch.randn(384, 256)
+    for count in (1, 2, 3, 7, 16, 64, 200):
+        whole = row_product(rows[:count], matrix)
+        for b in {0, count // 2, count - 1}:
+            assert torch.equal(whole[b], row_product(rows[b : b + 1], matrix)[0])
 
 
 def test_presets_and_text_form():
