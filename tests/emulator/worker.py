@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
+
+from tests.processes import environment
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MARK = "@@emulator "
@@ -33,7 +34,7 @@ class Worker:
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
-        env = dict(os.environ, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", PYTHONPATH=str(_ROOT), PYTHONWARNINGS="ignore")
+        env = environment(OPENBLAS_NUM_THREADS="1", PYTHONWARNINGS="ignore")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.emulator.worker", arch],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=_ROOT,
