@@ -99,6 +99,17 @@ def parse(text: str) -> dict[str, Any]:
     return {"summary": summaries, "count": sum(counts) if counts else None, "reports": [{"what": w, "times": n} for w, n in worst]}
 
 
+def table(record: dict[str, Any]) -> str:
+    """Markdown: reports of each tool by case; "-" where a run did not end."""
+    runs = {(r["case"], r["tool"]): r for r in record["runs"]}
+    cell = lambda r: "-" if r is None or r["exit"] or r["count"] is None else str(r["count"])  # noqa: E731
+    lines = ["| case | " + " | ".join(TOOLS) + " | kernels |", "|---" * (len(TOOLS) + 2) + "|"]
+    for case in CASES:
+        kernels = max((len(r["kernels"] or []) for (c, _), r in runs.items() if c == case), default=0)
+        lines.append(f"| {case} | " + " | ".join(cell(runs.get((case, tool))) for tool in TOOLS) + f" | {kernels} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -106,8 +117,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=500, help="what has not ended by then is killed and says so")
+    parser.add_argument("--table", action="store_true", help="print OUT.json as a table instead")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.table:
+        print(table(json.loads(chosen.out.read_text(encoding="utf-8"))))
+        return 0
     if chosen.case:
         run_case(chosen.case)
         return 0
