@@ -30,11 +30,11 @@ JAGGED_SM90 = dict(lengths_q=[3, 0, 130], lengths_k=[5, 7, 129])
 #: architecture → (builder in this package, arguments, name in ``waivers.py``)
 CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     "sm_100a": [
-        ("kernels:quack_gemm", dict(m=256, n=192, k=320), "EARLY_USE"),
-        ("kernels:quack_mxfp8_gemm", dict(m=200, n=192, k=640), "EARLY_USE"),
-        ("kernels:quack_mxfp8_varlen_m", dict(lengths=LENGTHS, n=192, k=256), "EARLY_USE"),
-        ("kernels:quack_mxfp8_varlen_k", dict(lengths=LENGTHS, m=192, n=128), "EARLY_USE"),
-        ("kernels:quack_quantized_output", dict(m=200, n=192, k=320), "EARLY_USE"),
+        ("kernels:quack_gemm", dict(m=256, n=192, k=320), "QUACK_GEMM_SM100"),
+        ("kernels:quack_mxfp8_gemm", dict(m=200, n=192, k=640), "QUACK_GEMM_SM100"),
+        ("kernels:quack_mxfp8_varlen_m", dict(lengths=LENGTHS, n=192, k=256), "QUACK_GEMM_SM100"),
+        ("kernels:quack_mxfp8_varlen_k", dict(lengths=LENGTHS, m=192, n=128), "QUACK_GEMM_SM100"),
+        ("kernels:quack_quantized_output", dict(m=200, n=192, k=320), "QUACK_GEMM_SM100"),
         ("kernels:quack_rmsnorm", dict(m=13, n=1024), "QUACK_RMSNORM"),  # forward and backward
         ("kernels:fa4_forward", dict(sq=256, sk=512), "FA4_FORWARD_SM100"),
         ("kernels:fa4_forward", dict(sq=200, sk=300, dim=64), "FA4_FORWARD_SM100"),

@@ -11,6 +11,9 @@ stamp. Clocks grow through exactly these edges:
 * bulk groups: ``wait_group`` (also ``.read``: shared memory may be reused); ``tcgen05.wait::ld`` / ``::st``;
 * program order within a warp, and issue order from a warp to what it issues; the tensor-core queue is in order.
 
+A CTA's exit counts as a write of its shared memory and barriers by an agent that knows what its warps knew when they left
+(:meth:`Checker.finish`).
+
 Clocks have two rows. Row 0 is happens-before. Row 1 is what of it a *proxy fence* has carried over to the async proxy:
 ``fence.proxy.async`` sets row 1 to row 0, and both travel along every edge, so the fence may stand anywhere on the path.
 An asynchronous access to shared memory must find earlier generic accesses in row 1.
@@ -28,7 +31,7 @@ Granularity is the warp: lanes of one warp are never reported against each other
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,13 +72,16 @@ class Waivers:
         early_use: of ``tcgen05.ld``s whose registers may be used before ``wait::ld`` (the hardware's register scoreboard
             holds the use); the wait is still needed before anything else may touch those columns.
         completes_on_use: of ``tcgen05.ld``s for which the first use of their registers counts as the ``wait::ld``.
-        in_flight_at_exit: of asynchronous operations whose arrival may come after the CTA's last warp has gone.
+        in_flight_at_exit: of operations whose access or arrival may come after the CTA's last warp has gone.
+        known_by_others: of arrivals from outside a CTA on its barriers that count as known at its exit once a later arrival of the
+            same warp, or a later commit of the same queue, is known, though it is on another barrier.
         uninitialised: of reads of never-written shared or tensor memory.
     """
 
     early_use: frozenset[str] = frozenset()
     completes_on_use: frozenset[str] = frozenset()
     in_flight_at_exit: frozenset[str] = frozenset()
+    known_by_others: frozenset[str] = frozenset()
     uninitialised: frozenset[str] = frozenset()
 
 
@@ -111,6 +117,16 @@ class Token:
         self.agent, self.epoch, self.vc, self.gang, self.instr = agent, epoch, vc, gang, instr
         self.site, self.in_order = site, in_order
         self.barrier = 0
+
+
+class Landing(NamedTuple):
+    """An arrival from outside a CTA on one of its barriers: in which phase, by which agent and when (0: a copy)."""
+
+    barrier: Any
+    phase: int
+    agent: int
+    epoch: int
+    site: int
 
 
 class Clock:
@@ -178,6 +194,8 @@ class Clock:
                 self.vc[0, self.agent] += 1
             return
         self.published = self.vc.copy()
+        if {"cluster", "gpu", "sys", "gl"} & set(parts):
+            self.checker.released_widely(self)
         self.vc[0, self.agent] += 1
 
     def taint_step(self, g: Any, unit: Any, mask: np.ndarray) -> None:
@@ -299,10 +317,12 @@ class Checker:
         self.taint_cache: dict[Any, Any] = machine.compiled.__dict__.setdefault("taint_cache", {})
         self.seen: set[Any] = set()
         self.tensormaps: dict[int, Any] = machine.__dict__.setdefault("tensormap_writes", {})
-        #: per CTA: latest epoch of each remote or asynchronous agent that touched its shared memory, and where
         #: latest epoch of each agent's generic accesses of shared memory (0: none, an asynchronous agent)
         self.generic_touches = np.zeros(self.capacity, i32)
-        self.touches: list[dict[int, tuple[int, int]]] = [{} for _ in cluster.ctas]
+        #: arrivals from outside a CTA on its barriers: the latest of each barrier, agent and site
+        self.landings: dict[tuple[int, int, int], Landing] = {}
+        #: epochs at which an agent released at cluster scope or wider
+        self.wide_releases: dict[int, list[int]] = {}
         self.new_agent("nobody")
         for g in cluster.gangs:
             g.clock = Clock(self, g)
@@ -341,29 +361,30 @@ class Checker:
         else:
             rank, rest = divmod(cell, 4 * TensorMemory.COLUMNS)
             place = f"TMEM of CTA {rank}, lane quadrant {rest // TensorMemory.COLUMNS}, column {rest % TensorMemory.COLUMNS}"
+        missing = "fence.proxy.async between the generic and the asynchronous access" if proxy else self._edge(agent)
+        self.report(kind, place, first_g.where(first_I), g.where(I), missing, (first_I.index, I.index))
+
+    def _edge(self, agent: int) -> str:
+        """What would make an access of ``agent`` known."""
         name = self.names[agent]
         what = name[0]
-        if proxy:
-            missing = "fence.proxy.async between the generic and the asynchronous access"
-        elif what == "ld":
-            missing = f"tcgen05.wait::ld of warp {name[2]} of CTA {name[1]}, then an edge to here"
-        elif what == "st":
-            missing = f"tcgen05.wait::st of warp {name[2]} of CTA {name[1]}, then an edge to here"
-        elif what == "mbarrier":
-            missing = f"a wait on mbarrier {name[1]:#x} (the copy completes there), then an edge to here"
-        elif what == "bulk":
-            missing = f"cp.async.bulk.wait_group in warp {name[2]} of CTA {name[1]}, then an edge to here"
-        elif what == "tensor":
-            missing = "tcgen05.commit after it, a wait on that mbarrier, and an edge to here"
-        elif what == "wgmma":
-            missing = f"wgmma.wait_group in warpgroup {name[2]} of CTA {name[1]}, then an edge to here"
-        elif what == "cp.async":
-            missing = f"cp.async.wait_group in warp {name[2]} of CTA {name[1]}, then an edge to here"
-        elif what == "atomic":
-            missing = "a barrier between the atomic and the plain access"
-        else:
-            missing = f"a barrier from warp {name[2]} of CTA {name[1]} to here"
-        self.report(kind, place, first_g.where(first_I), g.where(I), missing, (first_I.index, I.index))
+        if what == "ld":
+            return f"tcgen05.wait::ld of warp {name[2]} of CTA {name[1]}, then an edge to here"
+        if what == "st":
+            return f"tcgen05.wait::st of warp {name[2]} of CTA {name[1]}, then an edge to here"
+        if what == "mbarrier":
+            return f"a wait on mbarrier {name[1]:#x} (the copy completes there), then an edge to here"
+        if what == "bulk":
+            return f"cp.async.bulk.wait_group in warp {name[2]} of CTA {name[1]}, then an edge to here"
+        if what == "tensor":
+            return "tcgen05.commit after it, a wait on that mbarrier, and an edge to here"
+        if what == "wgmma":
+            return f"wgmma.wait_group in warpgroup {name[2]} of CTA {name[1]}, then an edge to here"
+        if what == "cp.async":
+            return f"cp.async.wait_group in warp {name[2]} of CTA {name[1]}, then an edge to here"
+        if what == "atomic":
+            return "a barrier between the atomic and the plain access"
+        return f"a barrier from warp {name[2]} of CTA {name[1]} to here"
 
     # --- the check ---------------------------------------------------------------------------------------------------
     def _access(
@@ -463,10 +484,6 @@ class Checker:
                 (-1, I.index),
             )
         epoch, site = int(c.vc[0, c.agent]), self.site(g, I)
-        if len(self.touches) > 1:
-            for rank in np.unique(a >> CTA_SHIFT):
-                if rank != g.cta.rank:
-                    self._touch(int(rank), c.agent, epoch, site)
         self._access(self.shared, "shared", idx, c.vc, c.agent, epoch, True, False, g, I, site, write)
 
     # --- mbarriers ---------------------------------------------------------------------------------------------------
@@ -492,19 +509,27 @@ class Checker:
                 "a barrier after mbarrier.init", (first_I.index, I.index),
             )  # fmt: skip
 
-    def _touch(self, rank: int, agent: int, epoch: int, site: int) -> None:
-        old = self.touches[rank].get(agent)
-        if old is None or epoch > old[0]:
-            self.touches[rank][agent] = (epoch, site)
+    def landed(self, b: Any, site: int, agent: int = 0, epoch: int = 0) -> None:
+        """An arrival from outside the CTA on a barrier, in the phase that is open now."""
+        self.landings[id(b), agent, site] = Landing(b, b.phase, agent, epoch, site)
+
+    def released_widely(self, clock: Clock) -> None:
+        """A release at cluster scope or wider by a warp, in its present epoch."""
+        self.wide_releases.setdefault(clock.agent, []).append(int(clock.vc[0, clock.agent]))
 
     def barrier_arrive(self, g: Any, I: Instr, b: Any, relaxed: bool) -> None:
         self._initialised(g, I, b)
+        if "cluster" in I.parts and not relaxed:
+            self.released_widely(g.clock)
         if b.address >> CTA_SHIFT != g.cta.rank:
-            self._touch(b.address >> CTA_SHIFT, g.clock.agent, int(g.clock.vc[0, g.clock.agent]), self.site(g, I))
+            self.landed(b, self.site(g, I), g.clock.agent, int(g.clock.vc[0, g.clock.agent]))
         b.clock = g.clock.release_relaxed(b.clock) if relaxed else g.clock.release(b.clock)
 
     def barrier_acquire(self, g: Any, I: Instr, b: Any) -> None:
         self._initialised(g, I, b)
+        if b.address >> CTA_SHIFT == g.cta.rank and I.index not in self.machine.muted and b.phase > b.observed:
+            b.observed = b.phase
+            b.observers.append((b.phase, I.index))
         new = b.released is not None and (b.released > g.clock.vc).any()
         if new and I.index in self.machine.muted:
             c = g.clock
@@ -529,7 +554,7 @@ class Checker:
 
     def complete(self, token: Token) -> None:
         b = self.cluster.barriers[token.barrier]
-        self._touch(token.barrier >> CTA_SHIFT, token.agent, token.epoch, token.site)
+        self.landed(b, token.site)
         clock = np.zeros((2, self.capacity), i32) if b.clock is None else b.clock.copy()
         np.maximum(clock[:, token.agent], token.epoch, out=clock[:, token.agent])
         b.clock = clock
@@ -571,7 +596,7 @@ class Checker:
         return token
 
     def commit_arrives(self, token: Token, b: Any) -> None:
-        self._touch(b.address >> CTA_SHIFT, token.agent, token.epoch, token.site)
+        self.landed(b, token.site, token.agent, token.epoch)
         b.clock = token.vc if b.clock is None else np.maximum(b.clock, token.vc)
 
     def _token_access(self, token: Token, shadow: Shadow, space: str, idx: Any, write: bool) -> None:
@@ -638,8 +663,8 @@ class Checker:
         if kind == "ld":
             g.clock.tainted.clear()
 
-    def tmem_allocated(self, g: Any, I: Instr, column: int, n: int) -> None:
-        for idx in self._columns(g.cta.rank, 15, column, n):
+    def tmem_allocated(self, rank: int, column: int, n: int) -> None:
+        for idx in self._columns(rank, 15, column, n):
             self.tmem.epoch[idx] = 0
 
     def tmem_freed(self, g: Any, I: Instr, column: int, n: int) -> None:
@@ -670,16 +695,55 @@ class Checker:
                 "fence.proxy.tensormap::generic, release after the change and acquire before the use", (first.index, I.index),
             )  # fmt: skip
 
+    # --- exit ----------------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """The cluster ended: nobody may touch a CTA's shared memory after all its warps have gone."""
-        for cta, touches in zip(self.cluster.ctas, self.touches, strict=True):
-            end = np.max([g.clock.vc for g in cta.gangs], axis=0)[0]
-            for agent, (epoch, site) in touches.items():
-                if epoch > end[agent]:
-                    g, I = self.sites[site]
-                    if I.loc in self.waivers.in_flight_at_exit:
-                        continue
-                    self.report(
-                        "CTA exits while its shared memory or barriers are in use", f"CTA {cta.ctaid}", g.where(I), "exit of its last warp",
-                        "a wait (producer tail, cluster barrier) before the exit", (I.index, -1),
-                    )  # fmt: skip
+        """The cluster ended: report what was not over, as far as a CTA's own warps knew, when its last warp left.
+
+        The exit takes the CTA's shared memory and barriers away. It counts as a write of all of them by an agent that knows
+        what any warp of the CTA knew at its own exit, so an earlier access or arrival that it does not know of races with it.
+
+        An arrival from outside the CTA is known by a wait for its phase on that very barrier. Others do not tell: nothing
+        orders the arrivals of two ``tcgen05.commit``s on different barriers, and a warp's arrival on another CTA's barrier has
+        ``.cta`` scope unless it says more, which orders it for nobody there; only a later release of that warp at cluster
+        scope does.
+        """
+        for cta in self.cluster.ctas:
+            known = np.max([g.clock.vc[0] for g in cta.gangs], axis=0)
+            self._data_at_exit(cta, known)
+            for x in self.landings.values():
+                if x.barrier.address >> CTA_SHIFT != cta.rank:
+                    continue
+                if x.barrier.observed > x.phase:
+                    self.machine.ordered.add(next(index for phase, index in x.barrier.observers if phase > x.phase))
+                elif not self._told(x, known):
+                    where = f"mbarrier {x.barrier.address:#x}"
+                    self._late(cta, x.site, where, f"a wait on {where} (the arrival's phase)")
+
+    def _told(self, x: Landing, known: np.ndarray) -> bool:
+        """Whether another edge has told of an arrival."""
+        if x.agent and self.sites[x.site][1].loc in self.waivers.known_by_others:
+            return bool(x.epoch <= known[x.agent])
+        return any(x.epoch <= e <= known[x.agent] for e in self.wide_releases.get(x.agent, ()))
+
+    def _data_at_exit(self, cta: Any, known: np.ndarray) -> None:
+        """The exit as a write of the CTA's words."""
+        shadow, words = self.shared, self.words_per_rank
+        mine = slice(cta.rank * words, (cta.rank + 1) * words)
+        agents = shadow.agent[mine]
+        unknown = [(agents, shadow.site[mine], known[agents] < shadow.epoch[mine])]
+        for r, last in shadow.last_read.items():
+            if last > known[r]:
+                epochs, sites = shadow.reads[r]
+                unknown.append((np.full(words, r), sites[mine], epochs[mine] > known[r]))
+        for by, sites, late in unknown:
+            cells = np.flatnonzero(late)
+            for site, i in zip(*np.unique(sites[cells], return_index=True), strict=True):
+                cell = int(cells[i])
+                self._late(cta, int(site), f"shared {cta.rank << CTA_SHIFT | cell << 2:#x}", self._edge(int(by[cell])))
+
+    def _late(self, cta: Any, site: int, place: str, missing: str) -> None:
+        g, I = self.sites[site]
+        if I.loc in self.waivers.in_flight_at_exit:
+            return
+        kind, missing = "CTA exits while its shared memory or barriers are in use", f"{missing}, before the CTA's last warp exits"
+        self.report(kind, f"CTA {cta.ctaid}, {place}", g.where(I), "exit of its last warp", missing, (I.index, -1))

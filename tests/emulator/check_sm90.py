@@ -74,8 +74,9 @@ def copy_waited(g: Any, I: Any, token: Token) -> None:
         known[token.agent] = token.epoch
 
 
-def copies_arrive(g: Any, barrier: Any, tokens: list[Token]) -> None:
+def copies_arrive(g: Any, barrier: Any, tokens: list[Token], site: int) -> None:
     """``cp.async.mbarrier.arrive``: the phase that this arrival is part of implies the copies."""
+    g.cluster.checker.landed(barrier, site)
     clock = np.zeros((2, g.cluster.checker.capacity), i32) if barrier.clock is None else barrier.clock.copy()
     for t in tokens:
         clock[0, t.agent] = max(int(clock[0, t.agent]), t.epoch)

@@ -3,7 +3,8 @@
 One at a time, in kernels that hardware has proven: every mbarrier wait, every ``tcgen05.wait`` and every proxy fence is
 deleted, and every TMEM region is moved onto its neighbour. A fault counts as caught if any schedule gives a race report,
 an error (deadlock, bounds, barrier misuse), or a wrong result. The unplanted kernel is run first under the same schedules and must
-be clean.
+be clean. A campaign may hold several problems for one compiled kernel (a long one reuses buffers that a short one fills once):
+a site slept, acts or is caught if it is so in any of them.
 
 ``python -m tests.emulator.faults CASE ...`` prints one table per kernel; ``--list`` names the cases.
 """
@@ -39,7 +40,9 @@ class Site:
     decided by the run's own clocks:
 
     * a wait: it brought its warp knowledge that the warp had not (some agent's clock grew), and the warp then touched
-      memory, issued an operation or released. A wait followed only by the warp's exit (a producer's tail) orders nothing.
+      memory, issued an operation or released; or it was the first of its CTA to observe the last arrival from outside on a
+      barrier, which orders that arrival before the CTA's exit (``Checker.finish``). A wait for the CTA's own warps that is
+      followed only by its warp's exit (a producer's tail) orders nothing.
     * a proxy fence: it carried generic accesses to the async proxy that had not been, and an asynchronous access of shared
       memory came after it in happens-before.
     * a ``wgmma.fence``: it was its warp's first before a product, or a product's registers had been touched since the
@@ -55,9 +58,15 @@ class Site:
     executed: bool = False
     acts: bool = False
     slept: bool = False
+    #: problem and schedule that showed it, and how
     caught: str = ""
     #: for a site that slept or acted and was missed: what the runs say with this site's edge left out
     explained: str = ""
+
+    @staticmethod
+    def key(x: dict[str, Any]) -> tuple[Any, ...]:
+        """What names a site in a document."""
+        return x["kernel"][:70], x["kind"], x["where"], x["unit"] if x.get("unit", -1) >= 0 else tuple(x["region"])
 
 
 @dataclass
@@ -108,11 +117,14 @@ def deleted(program: Compiled, unit: int) -> Iterator[None]:
 
 
 class Campaign:
-    """All faults of one case."""
+    """All faults of one case, or of several problems for the same compiled kernels."""
 
-    def __init__(self, case: Case, waivers: Any, schedules: list[api.Schedule], log: Any = None) -> None:
-        self.case, self.waivers, self.schedules = case, waivers, schedules
+    def __init__(self, case: Case | list[Case], waivers: Any, schedules: list[api.Schedule], log: Any = None) -> None:
+        self.cases = case if isinstance(case, list) else [case]
+        self.waivers, self.schedules = waivers, schedules
         self.log = log or (lambda text: None)
+        #: where ``save`` writes what is known so far
+        self.out: Path | None = None
         self.limit = 20_000_000
         self.everything = False
         self.programs: dict[str, Compiled] = {}
@@ -122,7 +134,7 @@ class Campaign:
         self.unexecuted = 0
 
     def _run(
-        self, s: api.Schedule, hooks: dict[str, Any] | None = None, muted: tuple[str, int] | None = None
+        self, case: Case, s: api.Schedule, hooks: dict[str, Any] | None = None, muted: tuple[str, int] | None = None
     ) -> tuple[str, api.Result | None]:
         """One run of the case: what was seen ("" if nothing), and the result. ``muted``: kernel and instruction."""
         result = api.Result(s)
@@ -142,8 +154,8 @@ class Campaign:
         runtime.handler = handler
         capture.device_memory.clear()
         try:
-            with hostpatch.device(self.case.arch):
-                value = self.case.call()
+            with hostpatch.device(case.arch):
+                value = case.call()
         except EmulatorError as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}", None
         except Exception as error:  # a wild value can break NumPy itself: seen, all the same
@@ -153,20 +165,17 @@ class Campaign:
         if result.reports:
             return f"report: {result.reports[0].kind}", result
         try:
-            self.case.verify(value)
+            case.verify(value)
         except AssertionError as error:
             return f"wrong result: {str(error)[:80]}", result
         return "", result
 
     def baseline(self) -> None:
-        """Run unplanted under every schedule; must be clean. Finds sites and whether they ever act."""
-        if self.case.prepare:
-            api.record(self.case.prepare, self.case.arch)
+        """Run every problem unplanted under every schedule; must be clean. Finds sites and whether they ever act."""
         acting: dict[str, set[int]] = {}
         slept: dict[str, set[int]] = {}
         hits: dict[str, list[int]] = {}
         steps = 0
-        seen: dict[str, Any] = {}
 
         def recorder(name: str) -> Any:
             regions = self.regions.setdefault(name, Regions())
@@ -178,21 +187,25 @@ class Campaign:
 
             return hook
 
-        _, launches = api.record(self.case.call, self.case.arch)
-        hooks = {launch.name: recorder(launch.name) for launch, _ in launches}
-        for s in self.schedules:
-            what, result = self._run(s, hooks)
-            if what or result is None:
-                raise AssertionError(f"{self.case.name}: the unplanted kernel is not clean under {s}: {what}")
-            for launch, machine in zip(result.launches, result.machines, strict=True):
-                self.programs[launch.name] = machine.compiled
-                acts = acting.setdefault(launch.name, set())
-                acts |= machine.ordered
-                slept.setdefault(launch.name, set()).update(i for i, (_, n) in machine.wait_counts.items() if n)
-                old = hits.setdefault(launch.name, [0] * len(machine.hits))
-                hits[launch.name] = [a + b for a, b in zip(old, machine.hits, strict=True)]
-                seen[launch.name] = machine
-                steps = max(steps, machine.steps)
+        for case in self.cases:
+            if case.prepare:
+                api.record(case.prepare, case.arch)
+            _, launches = api.record(case.call, case.arch)
+            hooks = {launch.name: recorder(launch.name) for launch, _ in launches}
+            if self.programs and self.programs.keys() != hooks.keys():
+                raise ValueError(f"{case.name} launches other kernels than {self.cases[0].name}")
+            for s in self.schedules:
+                what, result = self._run(case, s, hooks)
+                if what or result is None:
+                    raise AssertionError(f"{case.name}: the unplanted kernel is not clean under {s}: {what}")
+                for launch, machine in zip(result.launches, result.machines, strict=True):
+                    if self.programs.setdefault(launch.name, machine.compiled) is not machine.compiled:
+                        raise ValueError(f"{case.name} compiles {launch.name[:70]} anew")
+                    acting.setdefault(launch.name, set()).update(machine.ordered)
+                    slept.setdefault(launch.name, set()).update(i for i, (_, n) in machine.wait_counts.items() if n)
+                    old = hits.setdefault(launch.name, [0] * len(machine.hits))
+                    hits[launch.name] = [a + b for a, b in zip(old, machine.hits, strict=True)]
+                    steps = max(steps, machine.steps)
         self.limit = 20 * steps + 20_000
         for name, program in self.programs.items():
             for u in program.units:
@@ -243,24 +256,42 @@ class Campaign:
         return {site.kernel: hook}
 
     def plant(self) -> None:
-        """Plant each site that slept or acts (with ``everything``, each that is executed), until a schedule shows it."""
+        """Plant each site that slept or acts (with ``everything``, each that is executed), until a schedule shows it.
+
+        A site that is known to be caught is not planted again.
+        """
         for n, site in enumerate(self.sites):
-            if not (site.acts or site.slept or (self.everything and site.executed)):
+            if site.caught or not (site.acts or site.slept or (self.everything and site.executed)):
                 continue
             t = time.time()
-            for s in self.schedules:
+            for case, s in self._runs():
                 if site.region is not None:
-                    what, _ = self._run(s, self._shift(site))
+                    what, _ = self._run(case, s, self._shift(site))
                 else:
                     with deleted(self.programs[site.kernel], site.unit):
-                        what, _ = self._run(s)
+                        what, _ = self._run(case, s)
                 if what:
-                    site.caught = f"{s}: {what}"
+                    site.caught = f"{self._problem(case)}{s}: {what}"
                     break
             self.log(
                 f"{n + 1}/{len(self.sites)} {site.kind} {site.where} acts={site.acts} slept={site.slept} -> "
                 f"{site.caught or 'MISSED'} ({time.time() - t:.1f} s)"
             )
+            self.save()
+
+    def _runs(self) -> Iterator[tuple[Case, api.Schedule]]:
+        """Every problem under every schedule, the cheap one first."""
+        for case in self.cases:
+            for s in self.schedules:
+                yield case, s
+
+    def _problem(self, case: Case) -> str:
+        return f"{case.name}, " if len(self.cases) > 1 else ""
+
+    @property
+    def name(self) -> str:
+        """Its problems."""
+        return " + ".join(case.name for case in self.cases)
 
     def document(self) -> dict[str, Any]:
         """Totals and every site, for a file."""
@@ -272,11 +303,16 @@ class Campaign:
             d["kernel"] = x.kernel[:70]
             sites.append({k: v for k, v in d.items() if k != "executed" and v not in ("", None)})
         return {
-            "case": self.case.name, "arch": self.case.arch, "schedules": [str(s) for s in self.schedules],
+            "case": self.name, "arch": self.cases[0].arch, "schedules": [str(s) for s in self.schedules],
             "sites": len(self.sites) + self.unexecuted, "executed": len(executed), "slept_or_act": sum(x.slept or x.acts for x in executed),
             "act": len(acting), "caught_of_acting": sum(bool(x.caught) for x in acting),
             "caught": sum(bool(x.caught) for x in executed), "each": sites,
         }  # fmt: skip
+
+    def save(self) -> None:
+        """Write the document, complete or not: ``--again`` goes on from an incomplete one."""
+        if self.out:
+            self.out.write_text(json.dumps(self.document(), indent=1) + "\n")
 
     @classmethod
     def of(cls, documents: list[dict[str, Any]]) -> Campaign:
@@ -304,10 +340,10 @@ class Campaign:
             index = self.programs[site.kernel].units[site.unit].instrs[0].index
             covers: dict[str, int] = {}
             seen = []
-            for s in self.schedules:
-                what, result = self._run(s, muted=(site.kernel, index))
+            for case, s in self._runs():
+                what, result = self._run(case, s, muted=(site.kernel, index))
                 if what:
-                    seen.append(f"{s}: {what}")
+                    seen.append(f"{self._problem(case)}{s}: {what}")
                 for machine in result.machines if result else []:
                     for by, n in machine.covers.items():
                         covers[by] = covers.get(by, 0) + n
@@ -318,11 +354,12 @@ class Campaign:
                 site.explained = f"redundant under {len(self.schedules)} schedules; what it brings " + (
                     f"comes too by {by}" if by else "comes by no later edge, and nothing needs it"
                 )
+                site.explained += "; nothing is in flight at its CTA's exit"
             self.log(f"{site.kind} {site.where}: {site.explained}")
 
     def table(self) -> str:
         lines = [
-            f"### {self.case.name} ({self.case.arch})",
+            f"### {self.name} ({self.cases[0].arch})",
             "",
             "| kind | sites | executed | ever slept | act | caught of acting | caught of slept or acting |",
             "|---|---|---|---|---|---|---|",
@@ -349,19 +386,24 @@ class Campaign:
 
 
 def campaign_cases() -> dict[str, Any]:
-    """Name → (case builder, waivers)."""
+    """Name → (builder of its problems, waivers).
+
+    A campaign for a record has a second, longer problem: more tiles for every ring of buffers.
+    """
     from . import kernels as k
-    from .waivers import EARLY_USE, FA4_BACKWARD_SM100, FA4_FORWARD_SM100, NONE
+    from .waivers import FA4_BACKWARD_SM100, FA4_FORWARD_SM100, NONE, QUACK_GEMM_SM100
 
     return {
-        "fa4_forward_sm100": (lambda: k.fa4_forward("sm_100a", 256, 384, growing=True), FA4_FORWARD_SM100),
-        "fa4_backward_sm100": (lambda: k.fa4_backward("sm_100a", 256, 256), FA4_BACKWARD_SM100),
-        "fa4_backward_sm100_512": (lambda: k.fa4_backward("sm_100a", 512, 512), FA4_BACKWARD_SM100),
-        "quack_mxfp8_sm100": (lambda: k.quack_mxfp8_gemm("sm_100a", 712, 192, 640), EARLY_USE),
-        "quack_bf16_sm100": (lambda: k.quack_gemm("sm_100a", 256, 192, 640), EARLY_USE),
-        "fa4_forward_sm90": (lambda: k.fa4_forward("sm_90a", 256, 512), NONE),
-        "fa4_backward_sm90": (lambda: k.fa4_backward("sm_90a", 256, 256), NONE),
-        "quack_bf16_sm90": (lambda: k.quack_gemm("sm_90a", 256, 192, 640), NONE),
+        "fa4_forward_sm100": (lambda: [k.fa4_forward("sm_100a", 256, 384, growing=True)], FA4_FORWARD_SM100),
+        "fa4_backward_sm100": (lambda: [k.fa4_backward("sm_100a", n, n) for n in (256, 512)], FA4_BACKWARD_SM100),
+        "quack_mxfp8_sm100": (
+            lambda: [k.quack_mxfp8_gemm("sm_100a", *n) for n in ((712, 192, 640), (1480, 192, 1280))],
+            QUACK_GEMM_SM100,
+        ),
+        "quack_bf16_sm100": (lambda: [k.quack_gemm("sm_100a", *n) for n in ((256, 192, 640), (712, 192, 1280))], QUACK_GEMM_SM100),
+        "fa4_forward_sm90": (lambda: [k.fa4_forward("sm_90a", *n) for n in ((256, 512), (384, 1024))], NONE),
+        "fa4_backward_sm90": (lambda: [k.fa4_backward("sm_90a", n, n) for n in (256, 512)], NONE),
+        "quack_bf16_sm90": (lambda: [k.quack_gemm("sm_90a", *n) for n in ((256, 192, 640), (600, 192, 1280))], NONE),
     }
 
 
@@ -385,6 +427,7 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=4)
     parser.add_argument("--all", action="store_true", help="also plant sites that neither sleep nor order anything in the unplanted runs")
     parser.add_argument("--part", help="i/n: plant only every n-th site, from the i-th (0-based) on")
+    parser.add_argument("--again", type=Path, help="do not plant again what this record of the same kernel caught")
     parser.add_argument("--merge", type=Path, nargs="+", help="documents of all parts of one campaign: print and write the whole")
     parser.add_argument("--out", type=Path, help="write totals and every site as JSON")
     args = parser.parse_args()
@@ -402,11 +445,15 @@ def main() -> None:
     capture.install("sm_90a" if "sm90" in args.case else "sm_100a")
     started = time.time()
     campaign = Campaign(builder(), waivers, api.schedules(args.schedules), log=lambda x: print(x, file=sys.stderr, flush=True))
-    campaign.everything = args.all
+    campaign.everything, campaign.out = args.all, args.out
     campaign.baseline()
     print(f"baseline clean under {[str(s) for s in campaign.schedules]}, {len(campaign.sites)} sites", file=sys.stderr)
     if args.site:
         campaign.sites = [campaign.sites[i - 1] for i in args.site]
+    if args.again:
+        caught = {Site.key(x): x.get("caught", "") for x in json.loads(args.again.read_text())["each"]}
+        for site in campaign.sites:
+            site.caught = caught.get(Site.key(asdict(site)), "")
     if args.part:
         first, step = map(int, args.part.split("/"))
         campaign.sites = campaign.sites[first::step]
@@ -414,8 +461,7 @@ def main() -> None:
     campaign.explain()
     print(campaign.table())
     print(f"\n{time.time() - started:.0f} s", file=sys.stderr)
-    if args.out:
-        args.out.write_text(json.dumps(campaign.document(), indent=1) + "\n")
+    campaign.save()
 
 
 if __name__ == "__main__":

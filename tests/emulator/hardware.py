@@ -31,8 +31,11 @@ BOUNDS = {
     "tma, wgmma fp8: normal": (2.0**-10, 2.0**-11),  # the GPU's narrow sums, then one rounding to BF16
     "quantize, transpose": (0.0, 0.0),
     "wgmma fp8 from registers": (2.0**-10, 2.0**-12),  # attention forward: besides, exp2 is approximate on the GPU
-    "reduce-add": (2.0**-8, 2.0**-8),  # attention backward: besides, a code of dS on a tie may fall to either side
+    "reduce-add": (2.0**-9, 2.0**-10),  # attention backward; with FP32 sums but for the rows below
 }
+#: Rows left out of a comparison with FP32 sums: their sums' last bits decide where a code of dS falls that lies on a tie. Such a code
+#: changes one row of dQ and one of dK, by at most its step, 2^-3 of it. With the GPU's narrow sums no code falls elsewhere.
+FLIPPED_ROWS = {"dq": 8, "dk": 8}
 
 
 def _gemm(kind: str, dtype: torch.dtype) -> Callable[[Place, Any], dict[str, Tensor]]:
@@ -120,7 +123,8 @@ CALLS: dict[str, Callable[[Place, Any], dict[str, Tensor]]] = {
 
 
 def errors(arch: str, *, name: str, fp8_accumulator_bits: int = 0) -> dict[str, Any]:
-    """Run a case on the emulator; per output: elements that differ from the GPU's, and the relative error."""
+    """Run a case on the emulator; per output: elements that differ from the GPU's, the relative error, and where rows are left out
+    of it (``FLIPPED_ROWS``) the largest error of one of them relative to its size."""
     from . import ours
     from .api import emulate
     from .fidelity import Fidelity
@@ -134,7 +138,13 @@ def errors(arch: str, *, name: str, fp8_accumulator_bits: int = 0) -> dict[str, 
             g, w = got[key].double(), w.double()
             live = w.isfinite()
             assert torch.equal(g.isfinite(), live), f"{name}: {key} is finite in other places than on the GPU"
-            answer[key] = {"differ": int((g != w)[live].sum()), "error": float((g - w)[live].norm() / w[live].norm())}
+            answer[key] = {"differ": int((g != w)[live].sum())}
+            if key in FLIPPED_ROWS and not fp8_accumulator_bits:
+                off, size = (g - w).flatten(1).norm(dim=1), w.flatten(1).norm(dim=1)
+                rows = off.topk(FLIPPED_ROWS[key]).indices
+                answer[key]["flipped"] = float((off / size)[rows].max())
+                g[rows] = w[rows]
+            answer[key]["error"] = float((g - w)[live].norm() / w[live].norm())
 
     def call() -> dict[str, Tensor]:
         return CALLS[name](lambda x: x, lambda: ours.host(arch))

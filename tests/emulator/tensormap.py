@@ -6,7 +6,7 @@ encodes such tensors again, so a DSL version that moves a bit is noticed. CuTe w
 ==========  =====================================================================================================
 words       meaning
 ==========  =====================================================================================================
-0-1         global address
+0-1         global address, 57 bits; the start of a ragged tensor is moved back so far that it may be negative
 2           bits 4-6 rank - 1; 7-10 element type; 13-14 swizzle (0 none, 1 32 B, 2 64 B, 3 128 B); 1 and 18 always set
 3-6         strides of dimensions 1..4 in bytes, >> 4 (low 32 bits); word 7 holds 4 more bits of each
 8-12        dimensions - 1
@@ -54,6 +54,10 @@ class TensorMap:
         return len(self.dims)
 
 
+def _signed(x: int, bits: int) -> int:
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
 @lru_cache(maxsize=4096)
 def decode(raw: bytes) -> TensorMap:
     """Decode the first 64 bytes of a descriptor.
@@ -74,7 +78,7 @@ def decode(raw: bytes) -> TensorMap:
     strides = [size] + [(w[3 + i] | ((w[7] >> (4 * i)) & 15) << 32) << 4 for i in range(rank - 1)]
     box = [w[13] >> 24] + [(w[14] >> (8 * i)) & 255 for i in range(4)]
     return TensorMap(
-        address=w[0] | w[1] << 32,
+        address=_signed(w[0] | w[1] << 32, 57),
         element=element,
         element_bytes=size,
         swizzle=(flags >> 13) & 3,

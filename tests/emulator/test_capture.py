@@ -1,10 +1,12 @@
 """Launch capture: the trampoline library, PTX by loaded library, TMA descriptors as CuTe encodes them."""
 
 import ctypes
+import struct
 
 import pytest
 
 from tests.emulator.elf import SLOTS, write_trampolines
+from tests.emulator.tensormap import box, decode
 
 pytestmark = pytest.mark.emulator
 PROBES = "tests.emulator.probes:"
@@ -66,3 +68,16 @@ def test_descriptor_fields_are_where_we_read_them(sm100, dtype, code, shape, str
         "strides": [s * BYTES[dtype] for s in stride],
         "box": box,
     }
+
+
+def test_a_tensor_whose_start_was_moved_below_zero():
+    """Ragged tensors start so far before their data that a low address borrows; a coordinate as large brings it back."""
+    start, extent, stride = 0x1B2EDC80, 1 << 30, 1 << 8
+    words = [0] * 16
+    words[0:2] = divmod((start - extent * stride) % (1 << 57), 1 << 32)[::-1]
+    words[2] = 0x40002 | 1 << 21 | 1 << 4 | 10 << 7
+    words[3], words[8], words[9] = stride >> 4, 127, 2 * extent - 1
+    words[13], words[14] = 63 << 24, 1
+    t = decode(struct.pack("<16I", *words))
+    b = box(t, [64, extent + 3])
+    assert b.addresses.min() == start + 3 * stride + 128 and (b.valid == 16).all()

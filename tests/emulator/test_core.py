@@ -373,6 +373,51 @@ def test_a_waiver_holds_at_its_line_only():
         run(early, out, block=128, shared=64, check=True, waivers=Waivers(early_use=frozenset({"kernel.py:7"})))
 
 
+PAIR = """
+setp.ne.u32 %p0, %r0, 0;
+mul.lo.u32 %r3, %r0, 16;
+add.u32 %r3, %r3, %r1;
+st.shared.v4.b32 [%r3+128], {{%r0, %r0, %r0, %r0}};
+fence.proxy.async.shared::cta;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [%r1], 1;
+READY:
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1+64], 32;
+ld.shared.b32 %r6, [%r1+64];
+mov.u32 %r8, %cluster_ctarank;
+setp.ne.u32 %p2, %r8, {leader};
+@%p2 bra WAITING;
+@%p0 bra WAITING;
+mov.b64 %rd10, {descriptor};
+mov.b16 %h0, 3;
+tcgen05.cp.cta_group::2.32x128b.warpx4 [%r6], %rd10;
+tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %h0;
+WAITING:
+mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;
+@!%p1 bra WAITING;
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r10}}, [%r6];
+tcgen05.wait::ld.sync.aligned;
+mul.lo.u32 %r9, %r8, 32;
+add.u32 %r9, %r9, %r0;
+mul.wide.u32 %rd2, %r9, 4;
+add.s64 %rd3, %rd0, %rd2;
+st.global.b32 [%rd3], %r10;
+tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r6, 32;
+"""
+
+
+@pytest.mark.parametrize("leader", [0, 1])
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_a_pairs_columns_are_allocated_in_both_ctas_at_once(schedule, leader):
+    """The CTA that goes on first may write both, before the other's allocation has returned."""
+    out = torch.full((64,), -1, dtype=torch.int32)
+    body = PAIR.format(leader=leader, descriptor=(1024 + 128) >> 4 | (128 >> 4) << 32 | 1 << 46)
+    run(body, out, grid=2, cluster=2, shared=1024, check=True, schedule=schedule)
+    assert out.tolist() == [*range(32), *range(32)]
+
+
 def test_a_finished_run_holds_no_memory():
     machine = run(EXCHANGE.format(sync="bar.sync 0;"), block=64, shared=256, check=True)
     assert machine.steps > 0 and not machine.resident and not machine.async_queues
@@ -424,6 +469,7 @@ def test_distributed_shared_memory_needs_a_cluster_barrier(schedule):
 
 
 # --- a CTA's exit ----------------------------------------------------------------------------------------------------------
+SECOND = "SECOND:\nmbarrier.try_wait.parity.shared.b64 %p1, [%r1+8], 0;\n@!%p1 bra SECOND;\n"
 IN_USE = "CTA exits while its shared memory or barriers are in use"
 
 REMOTE = """
@@ -461,22 +507,74 @@ def test_a_cta_stays_until_others_are_done_with_it(touch, schedule):
     with pytest.raises(RaceError, match=rf"{IN_USE} at CTA \(0, 0, 0\)"):
         go("")
     if touch == "write after the arrival":
-        with pytest.raises(RaceError, match=rf"{IN_USE}[^$]*st\.shared::cluster"):
+        with pytest.raises(RaceError, match=r"shared 0x[0-9a-f]*\n.*st\.shared::cluster"):
             go(WAIT)
     else:
         go(WAIT)
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=str)
-def test_a_cta_stays_until_its_own_loads_are_over(schedule):
-    x = torch.arange(32, dtype=torch.int32)
+def test_a_cta_stays_until_its_own_copies_are_over(schedule):
+    x, out = torch.arange(32, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     load = LOAD[: LOAD.index("shl.b32")]
     run(load.format(wait=WAIT), x, block=64, shared=2048, check=True, schedule=schedule)
-    with pytest.raises(RaceError, match=rf"{IN_USE}[^$]*cp\.async\.bulk\.shared"):
+    with pytest.raises(RaceError, match=rf"{IN_USE}[^$]*cp\.async\.bulk\.shared[^$]*wait on mbarrier"):
         run(load.format(wait=""), x, block=64, shared=2048, check=True, schedule=schedule)
+    store = STORE[: STORE.index("{wait}")] + "{wait}\nDONE:\n"
+    fence = "fence.proxy.async.shared::cta;"
+    run(store.format(fence=fence, wait="cp.async.bulk.wait_group.read 0;"), out, block=64, shared=256, check=True, schedule=schedule)
+    with pytest.raises(RaceError, match=rf"{IN_USE}[^$]*cp\.async\.bulk\.global[^$]*wait_group in warp 0 of CTA 0"):
+        run(store.format(fence=fence, wait=""), out, block=64, shared=256, check=True, schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=str)
 def test_an_arrival_of_the_ctas_own_warp_needs_nobody_to_wait_for_it(schedule):
     body = "setp.ne.u32 %p0, %r0, 0;\n@%p0 bra READY;\nmbarrier.init.shared.b64 [%r1], 64;\nREADY:\nbar.sync 0;\n"
     run(body + "mbarrier.arrive.shared.b64 _, [%r1];", block=64, shared=64, check=True, schedule=schedule)
+
+
+SCOPES = {
+    "nothing said": ("", "", False),
+    "cluster scope": (".release.cluster", "", True),
+    "a fence between": ("", "fence.acq_rel.cluster;", True),
+    "a fence too narrow": ("", "fence.acq_rel.cta;", False),
+}
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+@pytest.mark.parametrize("case", SCOPES)
+def test_one_arrival_of_another_cta_tells_of_an_earlier_one_only_at_cluster_scope(case, schedule):
+    """A remote arrival is of ``.cta`` scope unless it says more; then each has to be waited for on its own barrier."""
+    scope, between, told = SCOPES[case]
+    second = f"mbarrier.arrive{scope}.shared::cluster.b64 _, [%r10];"
+    touch = f"mbarrier.arrive.shared::cluster.b64 _, [%r10+8];\n{between}\n{second}"
+    init = "mbarrier.init.shared.b64 [%r1], 1;"
+    body = REMOTE.replace(init, f"{init}\nmbarrier.init.shared.b64 [%r1+8], 1;")
+    options = dict(grid=2, cluster=2, shared=128, check=True, schedule=schedule)
+    run(body.format(touch=touch, wait=WAIT + SECOND), **options)
+    if told:
+        run(body.format(touch=touch, wait=WAIT), **options)
+    else:
+        with pytest.raises(RaceError, match=rf"{IN_USE} at CTA \(0, 0, 0\), mbarrier 0x408"):
+            run(body.format(touch=touch, wait=WAIT), **options)
+    run(body.format(touch=touch + "\nbarrier.cluster.arrive;", wait="barrier.cluster.arrive;\nbarrier.cluster.wait;"), **options)
+
+
+COMMITS = """
+setp.ne.u32 %p0, %r0, 0;
+@%p0 bra DONE;
+mbarrier.init.shared.b64 [%r1], 1;
+mbarrier.init.shared.b64 [%r1+8], 1;
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1+8];
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
+{first}
+{second}
+DONE:
+"""
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_each_commits_arrival_is_waited_for_on_its_own_barrier(schedule):
+    run(COMMITS.format(first=WAIT, second=SECOND), shared=64, check=True, schedule=schedule)
+    with pytest.raises(RaceError, match=rf"{IN_USE} at CTA \(0, 0, 0\), mbarrier 0x408"):
+        run(COMMITS.format(first=WAIT, second=""), shared=64, check=True, schedule=schedule)

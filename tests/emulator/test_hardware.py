@@ -18,6 +18,7 @@ def test_emulator_agrees_with_the_gpu(sm90, name, bits):
     for key, found in errors(sm90, name, bits).items():
         assert found["error"] <= bound, f"{key}: {found}"
         assert bound > 0 or found["differ"] == 0, f"{key}: {found}"
+        assert found.get("flipped", 0) <= 2.0**-3, f"{key}: {found}"
 
 
 def test_fourteen_bits_imitate_the_gpus_fp8_sums_best(sm90):

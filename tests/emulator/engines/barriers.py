@@ -94,6 +94,8 @@ def cluster_arrive(g: Any, I: Instr, m: np.ndarray) -> None:
         c.cluster_barrier = Generation("cluster barrier")
     b = c.cluster_barrier
     g.state["cluster"] = GenerationWait(b, g)
+    if g.clock is not None and "relaxed" not in I.parts:
+        g.cluster.checker.released_widely(g.clock)
     # threads that have exited count as arrived
     arrive(
         g,

@@ -137,7 +137,7 @@ def arrive(g: Any, I: Instr, m: np.ndarray) -> None:
                 load_operation(g, complete)
                 return
             if g.clock is not None:
-                check_sm90.copies_arrive(g, barrier, [c.token for c in earlier])
+                check_sm90.copies_arrive(g, barrier, [c.token for c in earlier], g.cluster.checker.site(g, I))
             barrier.arrive()
 
         load_operation(g, complete)

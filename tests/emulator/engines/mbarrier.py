@@ -18,16 +18,21 @@ MAX_COUNT = (1 << 20) - 1
 
 
 class MBarrier:
-    """One mbarrier. ``clock`` gathers the clocks of this phase's arrivals, ``released`` is the last phase's."""
+    """One mbarrier. ``clock`` gathers the clocks of this phase's arrivals, ``released`` is the last phase's; phases before
+    ``observed`` were waited for by a warp of the barrier's CTA, each step of it by the instruction in ``observers`` (all of these
+    are the race checker's)."""
 
-    __slots__ = ("address", "agent", "clock", "expected", "pending", "phase", "released", "sequence", "transactions")
+    __slots__ = (
+        "address", "agent", "clock", "expected", "observed", "observers", "pending", "phase", "released", "sequence", "transactions",
+    )  # fmt: skip
 
     def __init__(self, address: int, expected: int) -> None:
         self.address, self.expected, self.pending = address, expected, expected
         self.transactions, self.phase = 0, 0
         self.clock: Any = None
         self.released: Any = None
-        self.agent, self.sequence = -1, 0
+        self.agent, self.sequence, self.observed = -1, 0, 0
+        self.observers: list[tuple[int, int]] = []
 
     def describe(self) -> str:
         return f"phase {self.phase}, {self.pending}/{self.expected} arrivals pending, {self.transactions} bytes pending"

@@ -72,11 +72,21 @@ class PairAllocation(Wait):
         return f"tcgen05.alloc of the peer CTA (arrived: {sorted(self.arrived)})"
 
 
+def _fresh(g: Any, ctas: list[Any], start: int, n: int) -> None:
+    """Nothing is written in newly allocated columns."""
+    if g.clock is not None:
+        for cta in ctas:
+            g.cluster.checker.tmem_allocated(cta.rank, start, n)
+
+
 def _allocate(g: Any, I: Instr, n: int) -> int | Wait:
     """First column, in the CTA or in both CTAs of the pair, or what to wait for."""
     if "cta_group::2" not in I.parts:
         start = g.cta.tmem.allocate(n)
-        return AllocationWait(g.cta.tmem, n) if start is None else start
+        if start is None:
+            return AllocationWait(g.cta.tmem, n)
+        _fresh(g, [g.cta], start, n)
+        return start
     ctas = _pair(g, I)
     pairs = g.cluster.pair_allocations
     request = pairs.setdefault(ctas[0].rank, PairAllocation())
@@ -90,6 +100,7 @@ def _allocate(g: Any, I: Instr, n: int) -> int | Wait:
         if ctas[1].tmem.allocate(n) != start:
             raise EmulatorError(f"the CTAs of a pair hold different allocations; {g.where(I)}")
         request.start = start
+        _fresh(g, ctas, start, n)  # of both now: the first to go on may use both, long before the other goes on
     request.served.add(g.cta.rank)
     if len(request.served) == 2:
         del pairs[ctas[0].rank]
@@ -111,7 +122,6 @@ def alloc(g: Any, I: Instr, m: np.ndarray) -> Wait | None:
             return start
         if g.clock is not None:
             g.memory.checker.warp_access(g, I, np.array([a]), 4, write=True)
-            g.cluster.checker.tmem_allocated(g, I, start, n)
         g.memory.words[a >> 2] = start
         g.machine.events += 1
     return None
