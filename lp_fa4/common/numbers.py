@@ -71,6 +71,11 @@ def e4m3x4(a, b, c, d):
     )
 
 
+def max3(a, b, c):
+    """Largest of three signed integers: one instruction."""
+    return Int32(inline_ptx(T.i32(), [a, b, c], "{.reg .s32 m; max.s32 m, $2, $3; max.s32 $0, $1, m;}", "=r,r,r,r"))
+
+
 def scale_of_byte(byte):
     """``2**(byte - 127)`` in FP32: 0 gives 2^-127 (subnormal), 255 gives NaN."""
     return Float32(

@@ -12,6 +12,10 @@ FEW_KEYS = 256
 FEW_COLUMNS = (8, 16, 64)
 """Its widths: query rows times heads of a group, rounded up. Its scalar work grows with them."""
 
+WIDER = 2
+"""Powers of two that P's scale gives to the threshold where V's exponents are not folded into P: with 2**5 and 3.75 instead of 2**7
+and 1.75 P's bound is the same, and few tiles move a reference. E4M3 then loses P under 2**-14 of the largest instead of 2**-16."""
+
 
 @dataclass(frozen=True)
 class FewSpec:
@@ -44,6 +48,7 @@ class ForwardSpec:
         split_keys: keys per split, 0 for none; then the kernel writes partial results for ``forward_merge``.
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
         stages: K and V^T tiles in flight.
+        lag: groups of four exponentials that may be under way at once; 0 leaves their order to ptxas.
         registers: of a consumer and of a producer thread.
     """
 
@@ -60,10 +65,31 @@ class ForwardSpec:
     p_scale_log2: int = 7
     threshold: float = 1.75
     stages: int = 2
+    lag: int = 4
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self) -> None:
         assert not (self.centred and self.causal), "causal rows have no common sum of V"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a stage of K holds exponents."""
+        return self.key_scale > 0 or self.value_scale > 0
+
+    @property
+    def folded(self) -> bool:
+        """Whether V's exponents go into P: those of 32 keys. One of a whole tile enters with the tile's partial O instead."""
+        return self.value_scale == 32
+
+    @property
+    def p_log2(self) -> int:
+        """Power of two on P."""
+        return self.p_scale_log2 - (0 if self.folded else WIDER)
+
+    @property
+    def growth(self) -> float:
+        """How far a score may exceed its row's reference, log2 units."""
+        return self.threshold + (0 if self.folded else WIDER)
 
     @property
     def resumes(self) -> bool:

@@ -1,10 +1,11 @@
 """The forward's consumers: two warpgroups of 64 query rows, scores and softmax of tile n beside P V of tile n - 1.
 
 The order inside the loop (measured best on an H200, README.md): wait for K(n) and for the turn, issue Q K(n), issue
-P(n-1) V(n-1), wait for the scores, maxima, wait for P V, pass the turn, exponentials and codes of P(n), add the partial O.
+P(n-1) V(n-1), wait for both, add the partial O, exponentials and codes of P(n), the turn passed among them; the maxima of the
+scores stand before the wait for P V where the softmax needs them first.
 
 Two levels of accumulation: FP8 wgmma keeps some 14 bits of its sums, so each key tile's P V starts from zero and is
-added to O in FP32; that addition is also where O is rescaled.
+added to O in FP32; that addition is also where O is rescaled, for a moved reference or another exponent of V's next tile.
 
 The loop over whole tiles holds no code for masks: instructions that are jumped over cost fetches. Tiles that a
 sequence's end or the causal diagonal cuts come last and have a loop of their own.
@@ -12,21 +13,23 @@ sequence's end or the causal diagonal cuts come last and have a loop of their ow
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import scale_of_byte
+from lp_fa4.common.numbers import exp2, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import finish, finish_split
 from lp_fa4.sm90.forward_producer import key_tiles
 from lp_fa4.sm90.forward_softmax import (
     RowState,
     exponentiate,
-    mask_codes,
+    exponentiate_folded,
     mask_scores,
     move_reference,
+    over_range,
     start_state,
+    take_tile,
 )
 from lp_fa4.sm90.worklist import FIELDS
 
@@ -46,27 +49,29 @@ def issue(mma, accumulator, a, b):
 
 
 @cute.jit
-def release(barrier):
-    """One arrival per warp."""
+def release(barrier, was_read: cutlass.Constexpr = False):
+    """One arrival per warp. ``was_read``: its lanes loaded what the stage holds, so all of them must have come here first."""
+    if const_expr(was_read):
+        cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
 def factors_of(spec: cutlass.Constexpr, query_factor: Float32, exponents: cute.Tensor, stage: Int32):
-    """(factors from raw scores to log2 units, exponents of V) of the tile in ``stage`` as lists of FP32.
+    """(factors from raw scores to log2 units, folded exponents of V, V's one exponent) of the tile in ``stage``: two lists and an FP32.
 
-    ``query_factor`` already holds a static exponent of K; one of V enters in the epilogue.
+    Read before K is released: the producer then writes the next tile's. ``query_factor`` already holds a static exponent of K; a
+    static one of V enters in the epilogue.
     """
     scale, values = [query_factor], []
     if const_expr(spec.key_scale > 0):
         scale = []
         for g in cutlass.range_constexpr(4 if const_expr(spec.key_scale == 32) else 1):
             scale.append(visible_factor(query_factor * exponents[g, stage]))
-    if const_expr(spec.value_scale > 0):
-        for g in cutlass.range_constexpr(4 if const_expr(spec.value_scale == 32) else 1):
-            values.append(exponents[4 + g, stage])
-    return scale, values
+    if const_expr(spec.folded):
+        values = [exponents[4 + g, stage] for g in range(4)]
+    return scale, values, exponents[4, stage] if const_expr(spec.value_scale == 128) else Float32(0.0)
 
 
 @cute.jit
@@ -76,13 +81,39 @@ def visible_factor(factor: Float32) -> Float32:
 
 
 @cute.jit
-def add_partial(spec: cutlass.Constexpr, total: cute.Tensor, partial: cute.Tensor, alpha: cute.Tensor):
-    """``total = total * alpha + partial`` by rows."""
+def add_partial(spec: cutlass.Constexpr, total: cute.Tensor, partial: cute.Tensor, factors: cute.Tensor):
+    """``total = total * factors + partial`` by rows."""
     for j in cutlass.range_constexpr(spec.head_dim // 8):
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(2):
                 i = c + 2 * r + 4 * j
-                total[i] = total[i] * alpha[r] + partial[i]
+                total[i] = total[i] * factors[r] + partial[i]
+
+
+@cute.jit
+def take_factors(spec: cutlass.Constexpr, state, factors: cute.Tensor):
+    """What the pending tile's addition multiplies O by; then no move of the reference is pending.
+
+    O is kept in units of the last added tile's exponent of V, so that one multiply-add an element serves moves and exponents.
+    """
+    ratio = Float32(1.0)
+    if const_expr(spec.value_scale == 128):
+        ratio = exp2(state.exponents[0] - state.exponents[1])
+        state.exponents[0] = state.exponents[1]
+    for r in cutlass.range_constexpr(2):
+        factors[r] = state.alpha[r] * ratio if const_expr(spec.value_scale == 128) else state.alpha[r]
+        state.alpha[r] = Float32(1.0)
+
+
+@cute.jit
+def mask_tile(spec: cutlass.Constexpr, c, scores, tile: Int32, limits, qi: Int32):
+    """Masks a tile that the sequence's end or the diagonal cuts."""
+    limit0, limit1, lowest = limits
+    if (tile + 1) * KEY_TILE > lowest:
+        if const_expr(spec.causal):  # read again: they would hold registers all through the loop over whole tiles
+            item = c.s.item[None, qi]
+            limit0, limit1 = tile_limits(spec, item[2] + c.row, item[4], item[6])
+        mask_scores(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
 
 
 @cute.jit
@@ -120,30 +151,45 @@ def start_item(spec: cutlass.Constexpr, t, item, row_in_tile: Int32, wg: Int32):
 
 
 @cute.jit
-def first_tile(spec: cutlass.Constexpr, c, scores, scale, exponents, item, tile: Int32, limits):
+def first_tile(spec: cutlass.Constexpr, c, scores, factors, item, tile: Int32, limits):
     """Softmax of an item's first tile (its scores are there): statistics and codes set up."""
+    scale, exponents, exponent = factors
     limit0, limit1, lowest = limits
-    masked = (tile + 1) * KEY_TILE > lowest
-    if masked:
+    if (tile + 1) * KEY_TILE > lowest:
         mask_scores(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
+    started = Boolean(False)
     if const_expr(spec.resumes):
-        if item[7] > 0:
-            for r in cutlass.range_constexpr(2):
-                move_reference(spec, scores, c.state, scale, exponents, r)
-        else:
-            start_state(spec, scores, c.state, scale, exponents, item[6])
-    else:
+        started = item[7] > 0  # by the sequence's first tile
+    if not started:
         start_state(spec, scores, c.state, scale, exponents, item[6])
-    exponentiate(spec, scores, c.codes, c.state, scale, exponents, None)
-    if const_expr(spec.centred):  # noqa: SIM102 (the outer one is resolved at compile time)
-        if masked:
-            mask_codes(c.codes, c.column, limit0 - tile * KEY_TILE)
+    else:
+        for r in cutlass.range_constexpr(2):
+            move_reference(spec, scores, c.state, scale, exponents, r, spec.growth)
+    if const_expr(spec.folded):
+        exponentiate_folded(spec, scores, c.codes, c.state, scale, exponents, None)
+    else:
+        exponentiate(spec, scores, c.codes, c.state, scale, None)
+    take_tile(spec, c.state)
+    c.state.exponents[0], c.state.exponents[1] = exponent, exponent
 
 
 @cute.jit
-def next_tile(spec: cutlass.Constexpr, t, s, bars, mma, c, tile: Int32, limits, factor: Float32, ring, masked: cutlass.Constexpr):
-    """One turn of the loop: scores and softmax of ``tile`` beside P V of the tile before. Returns the ring's place."""
-    qi, ki, kp = ring
+def retry(spec: cutlass.Constexpr, scores, codes, state, scale):
+    """A tile once more, with the references of this warp's rows moved to their maxima."""
+    for r in cutlass.range_constexpr(2):
+        move_reference(spec, scores, state, scale, [], r, 0.0)
+    exponentiate(spec, scores, codes, state, scale, None)
+
+
+@cute.jit
+def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlass.Constexpr):
+    """One turn of the loop: scores and softmax of ``tile`` beside P V of the tile before. Returns the ring's place.
+
+    ``work``: (key limits of the rows, query factor, stage of the item). ``whole``: no mask can cut the tile.
+    """
+    s, bars, mma, state = c.s, c.bars, c.mma, c.state
+    limits, factor, qi = work
+    ki, kp = ring
     vi, vp = ki, kp
     ki = ki + 1
     if ki == spec.stages:
@@ -156,26 +202,33 @@ def next_tile(spec: cutlass.Constexpr, t, s, bars, mma, c, tile: Int32, limits, 
     issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
     cute.arch.mbarrier_wait(bars.v_full + vi, vp)
     issue(mma.pv, partial, c.p, c.v[None, None, None, vi])
-    scale, exponents = factors_of(spec, factor, s.exponents, ki)
+    scale, exponents, exponent = factors_of(spec, factor, s.exponents, ki)
     warpgroup.wait_group(1)
-    release(bars.k_empty + ki)
-    limit0, limit1, _ = limits
-    if const_expr(masked):
-        if const_expr(spec.causal):  # read again: they would hold registers all through the loop over whole tiles
-            item = s.item[None, qi]
-            limit0, limit1 = tile_limits(spec, item[2] + c.row, item[4], item[6])
-        mask_scores(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
-    before = cute.make_rmem_tensor(2, Float32)
-    before[0], before[1] = c.state.alpha[0], c.state.alpha[1]
-    for r in cutlass.range_constexpr(2):
-        move_reference(spec, scores, c.state, scale, exponents, r)
+    release(bars.k_empty + ki, spec.scaled)
+    factors = cute.make_rmem_tensor(2, Float32)
+    take_factors(spec, state, factors)
+    state.exponents[1] = exponent
+    looks = const_expr(spec.folded or not whole)
+    if const_expr(looks):  # the maxima stand under P V
+        if const_expr(not whole):
+            mask_tile(spec, c, scores, tile, limits, qi)
+        for r in cutlass.range_constexpr(2):
+            move_reference(spec, scores, state, scale, exponents, r, spec.growth)
     warpgroup.wait_group(0)
     cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
     release(bars.v_empty + vi)
-    exponentiate(spec, scores, c.codes, c.state, scale, exponents, (partial[0], t.zero))
-    if const_expr(spec.centred and masked):
-        mask_codes(c.codes, c.column, limit0 - tile * KEY_TILE)
-    add_partial(spec, c.total, partial, before)
+    after = (partial[0], c.t.zero)
+    if const_expr(not looks):
+        add_partial(spec, c.total, partial, factors)
+    if const_expr(spec.folded):
+        exponentiate_folded(spec, scores, c.codes, state, scale, exponents, after)
+    else:
+        exponentiate(spec, scores, c.codes, state, scale, after)
+    if const_expr(looks):
+        add_partial(spec, c.total, partial, factors)
+    elif cute.arch.vote_any_sync(over_range(spec, state)):
+        retry(spec, scores, c.codes, state, scale)
+    take_tile(spec, state)
     return ki, kp
 
 
@@ -192,6 +245,10 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
     total = cute.make_rmem_tensor(out_shape, Float32)
     p_frag = mma.pv.make_fragment_A(mma.pv.partition_shape_A((QUERY_TILE, KEY_TILE)))
     c = Bundle(
+        t=t,
+        s=s,
+        bars=bars,
+        mma=mma,
         wg=wg,
         row=row_in_tile,
         column=2 * (tid % 4),
@@ -221,9 +278,9 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
                 cute.arch.mbarrier_wait(bars.k_full + ki, kp)
                 scores = cute.make_rmem_tensor(score_shape, Float32)
                 issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
-                scale, exponents = factors_of(spec, factor, s.exponents, ki)
+                scale, exponents, _ = factors_of(spec, factor, s.exponents, ki)
                 warpgroup.wait_group(0)
-                release(bars.k_empty + ki)
+                release(bars.k_empty + ki, spec.scaled)
                 start_state(spec, scores, c.state, scale, exponents, item[6])
                 cute.arch.mbarrier_wait(bars.v_full + ki, kp)
                 release(bars.v_empty + ki)
@@ -233,16 +290,17 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         cute.arch.mbarrier_wait(bars.k_full + ki, kp)
         scores = cute.make_rmem_tensor(score_shape, Float32)
         issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
-        scale, exponents = factors_of(spec, factor, s.exponents, ki)
+        tile_factors = factors_of(spec, factor, s.exponents, ki)
         warpgroup.wait_group(0)
-        release(bars.k_empty + ki)
-        first_tile(spec, c, scores, scale, exponents, item, first, limits)
+        release(bars.k_empty + ki, spec.scaled)
+        first_tile(spec, c, scores, tile_factors, item, first, limits)
+        work = (limits, factor, qi)
         end = first + tiles
         whole = cutlass.max(cutlass.min(end, lowest // KEY_TILE), first + 1)
         for tile in cutlass.range(first + 1, whole, unroll=1):
-            ki, kp = next_tile(spec, t, s, bars, mma, c, tile, limits, factor, (qi, ki, kp), False)
+            ki, kp = next_tile(spec, c, tile, work, (ki, kp), True)
         for tile in cutlass.range(whole, end, unroll=1):
-            ki, kp = next_tile(spec, t, s, bars, mma, c, tile, limits, factor, (qi, ki, kp), True)
+            ki, kp = next_tile(spec, c, tile, work, (ki, kp), False)
         cute.arch.mbarrier_wait(bars.v_full + ki, kp)
         partial = cute.make_rmem_tensor(out_shape, Float32)
         issue(mma.pv, partial, c.p, c.v[None, None, None, ki])
@@ -251,12 +309,14 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         ki = ki + 1
         if ki == spec.stages:
             ki, kp = Int32(0), kp ^ 1
-        add_partial(spec, total, partial, c.state.alpha)
+        factors = cute.make_rmem_tensor(2, Float32)
+        take_factors(spec, c.state, factors)
+        add_partial(spec, total, partial, factors)
         if const_expr(spec.split_keys > 0):
             finish_split(spec, t, total, c.state, item, row_in_tile, c.column)
         else:
             finish(spec, t, s, mma, total, c.state, item, qi)
-        release(bars.q_empty + qi)
+        release(bars.q_empty + qi, True)
         qi = qi + 1
         if qi == 2:
             qi, qp = Int32(0), qp ^ 1

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.common.numbers import exp2, log2, quad_max, quad_sum, scale_of_byte
+from lp_fa4.common.numbers import exp2, log2, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.forward_softmax import center_of, maximum_of, mean_of, sum_of
 from lp_fa4.sm90.worklist import FIELDS
 
 LN_2 = math.log(2.0)
@@ -67,6 +68,14 @@ def store_statistics(t, index, empty, maximum: Float32, exponent: Float32):
 
 
 @cute.jit
+def value_factor(spec: cutlass.Constexpr, state, item: cute.Tensor) -> Float32:
+    """Power of two that O lacks: V's exponent where that is static, or the last added tile's."""
+    if const_expr(spec.value_scale == 0):
+        return scale_of_byte(item[FIELDS + 2])
+    return exp2(state.exponents[0]) if const_expr(spec.value_scale == 128) else Float32(1.0)
+
+
+@cute.jit
 def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: cute.Tensor, qi: Int32):
     """Write out, centred out, lse, row maximum and row sum of this warpgroup's rows of the item in stage ``qi``."""
     tid, _, _ = cute.arch.thread_idx()
@@ -76,16 +85,14 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: 
     queries, keys = item[4], item[6]
     tile_row = row0 + wg * 64
     first_out = b * queries if const_expr(spec.shared) else first_row
-    factor = Float32(2.0**-spec.p_scale_log2)
-    if const_expr(spec.value_scale == 0):
-        factor = factor * scale_of_byte(item[FIELDS + 2])
+    factor = Float32(2.0**-spec.p_log2) * value_factor(spec, state, item)
     inverse, centers, seen = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
     for r in cutlass.range_constexpr(2):
-        maximum = quad_max(state.maximum[r])
+        maximum = maximum_of(spec, state, r)
         center = Float32(0.0)
         if const_expr(spec.centred):
-            center = exp2(state.mean[r] - state.reference[r]) if keys > 0 else Float32(0.0)
-        value = quad_sum(state.sum[r]) * 2.0**-spec.p_scale_log2  # of p relative to the row's reference
+            center = center_of(spec, state, r) if keys > 0 else Float32(0.0)
+        value = sum_of(spec, state, r)
         empty = value == 0.0
         inverse[r] = Float32(0.0) if empty else cute.arch.rcp_approx(value)
         seen[r] = Float32(0.0) if empty else Float32(1.0)
@@ -140,19 +147,16 @@ def finish_split(spec: cutlass.Constexpr, t, total: cute.Tensor, state, item, ro
     """A split's part of its rows, relative to each row's reference: O in FP32, sum, reference, maximum and mean."""
     head, queries = item[1], item[4]
     slot = item[5] // spec.split_keys + item[0] + item[7]
-    factor = Float32(2.0**-spec.p_scale_log2)
-    scale = factor
-    if const_expr(spec.value_scale == 0):
-        scale = scale * scale_of_byte(item[FIELDS + 2])
+    scale = Float32(2.0**-spec.p_log2) * value_factor(spec, state, item)
     parts, stats = t.parts, t.part_stats
     for r in cutlass.range_constexpr(2):
-        maximum, value = quad_max(state.maximum[r]), quad_sum(state.sum[r]) * factor
+        maximum, value = maximum_of(spec, state, r), sum_of(spec, state, r)
         row = item[2] + row_in_tile + 8 * r
         if row < queries:
             if column == 0:
                 stats[0, slot, head, row], stats[1, slot, head, row] = value, state.reference[r]
                 stats[2, slot, head, row] = maximum
-                stats[3, slot, head, row] = state.mean[r] if const_expr(spec.centred) else Float32(0.0)
+                stats[3, slot, head, row] = mean_of(spec, state, r) if const_expr(spec.centred) else Float32(0.0)
             for j in cutlass.range_constexpr(spec.head_dim // 8):
                 pair = cute.make_rmem_tensor(2, Float32)
                 for c in cutlass.range_constexpr(2):

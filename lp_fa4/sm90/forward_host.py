@@ -12,7 +12,7 @@ from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.ops import problem_features
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, FewSpec, ForwardSpec
+from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, WIDER, FewSpec, ForwardSpec
 from lp_fa4.sm90.operands import MXTensorWithCopy
 
 HEAD_DIMS = (64, 128)
@@ -69,6 +69,8 @@ def reason_against(features: Features) -> str:
     for name, value in required.items():
         if getattr(config, name) != value:
             return f"config.{name} is {getattr(config, name)}; the Hopper kernels serve {value}"
+    if config.p_scale_log2 <= WIDER:
+        return f"config.p_scale_log2 is {config.p_scale_log2}; the Hopper kernels serve {WIDER + 1} and more"
     return ""
 
 
@@ -139,6 +141,7 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpe
         split_keys=split_keys_of(problem),
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
+        lag=6 if value == 128 else 4,  # with another value ptxas puts most of the exponentials before the hand-over of the turn
     )
 
 

@@ -173,12 +173,14 @@ class Forward:
             for atom in (q_atom, k_atom, v_atom, o_atom, c_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
+                # Of a stage that also holds what lanes stored: the arrival that announces the copies, and one behind the stores.
                 for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(bars.q_full + i, 1)
+                    cute.arch.mbarrier_init(bars.q_full + i, 2)
                     cute.arch.mbarrier_init(bars.q_empty + i, 8)
                 for i in cutlass.range_constexpr(stages):
-                    for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
-                        cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(bars.k_full + i, 2 if spec.scaled else 1)
+                    cute.arch.mbarrier_init(bars.v_full + i, 1)
+                    for empty in (bars.k_empty, bars.v_empty):
                         cute.arch.mbarrier_init(empty + i, 8)
                 cute.arch.mbarrier_init(bars.tail, 1)
             cute.arch.mbarrier_init_fence()

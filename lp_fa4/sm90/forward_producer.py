@@ -11,6 +11,8 @@ from lp_fa4.sm90.worklist import FIELDS
 
 ITEM = FIELDS + 3
 """int32 of a work item in shared memory: its record, then the static scale bytes of q, k and v (0 where not static)."""
+EXPONENT_GAP = 80.0
+"""Powers of two that V's exponent of a tile may lie under the largest before it in its item; what lies lower counts as zeros."""
 
 
 def bulk_load(destination, source, count: int, barrier):
@@ -52,6 +54,21 @@ def tile_scales(spec: cutlass.Constexpr, t, kv_head: Int32, row: Int32, tile: In
             exponent = exponent_of_byte(Int32(v_scale[group, kv_head]))
             # a block of zeros (byte 0) must not push P out of FP32, whose sum still needs it
             out[4 + g] = Float32(-100.0) if exponent < -100.0 else exponent
+
+
+@cute.jit
+def raised_exponent(spec: cutlass.Constexpr, exponents: cute.Tensor, top: cute.Tensor, counts):
+    """Whether V's one exponent of a tile lies so far under the largest of its item's before it that O, kept in units of the last
+    added tile's, would leave FP32: it is raised, and the tile of V must be cleared. NaN stays. ``counts``: whether it is the item's."""
+    low = cutlass.Boolean(False)
+    if const_expr(spec.value_scale == 128):
+        lowest = top[0] - EXPONENT_GAP
+        low = exponents[4] < lowest
+        if low:
+            exponents[4] = lowest
+        if counts:
+            top[0] = cute.arch.fmax(top[0], exponents[4])
+    return low
 
 
 @cute.jit
@@ -111,6 +128,7 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
                 items[i, qi] = item[i]
             for i in cutlass.range_constexpr(3):
                 items[FIELDS + i, qi] = static[i]
+            cute.arch.mbarrier_arrive(bars.q_full + qi)
             cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full + qi, (QUERY_TILE + 4 * spec.vectors) * head_dim)
             for i in cutlass.range_constexpr(spec.vectors):
                 source = t.vectors[i]
@@ -129,23 +147,27 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         extra = Int32(0)
         if const_expr(spec.resumes):
             extra = Int32(1) if split > 0 else Int32(0)
+        top = cute.make_rmem_tensor(1, Float32)
+        top[0] = -Float32.inf
         for i in cutlass.range(tiles + extra, unroll=1):
             tile = first + i - extra
             if const_expr(spec.resumes):
                 tile = Int32(0) if i < extra else tile
             scales = cute.make_rmem_tensor(8, Float32)
             scales.fill(0.0)
-            if const_expr(spec.key_scale > 0 or spec.value_scale > 0):
+            if const_expr(spec.scaled):
                 tile_scales(spec, t, kv_head, scale_row, tile, last_row, scales)
+            cleared = raised_exponent(spec, scales, top, i >= extra)
             cute.arch.mbarrier_wait(bars.k_empty + ki, kp)
             with cute.arch.elect_one():
-                if const_expr(spec.key_scale > 0 or spec.value_scale > 0):
+                if const_expr(spec.scaled):
                     for g in cutlass.range_constexpr(8):
                         exponents[g, ki] = scales[g]
+                    cute.arch.mbarrier_arrive(bars.k_full + ki)
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + ki, KEY_TILE * head_dim)
             cute.copy(t.k_atom, k_gmem[None, tile], k_smem[None, ki], tma_bar_ptr=bars.k_full + ki)
             cute.arch.mbarrier_wait(bars.v_empty + ki, kp)
-            valid = keys - tile * KEY_TILE
+            valid = Int32(0) if cleared else keys - tile * KEY_TILE
             if valid > KEY_TILE - 32:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full + ki, KEY_TILE * head_dim)
@@ -169,4 +191,5 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
     cute.arch.mbarrier_wait(bars.q_empty + qi, qp)
     with cute.arch.elect_one():
         items[0, qi] = Int32(-1)
-        cute.arch.mbarrier_arrive(bars.q_full + qi)
+        for _ in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_arrive(bars.q_full + qi)

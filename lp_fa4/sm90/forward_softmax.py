@@ -3,64 +3,59 @@
 An accumulator fragment holds, per thread, rows ``lane // 4`` and ``+ 8`` of its warp's 16 and columns
 ``8 j + 2 (lane % 4) + c``: element ``c + 2 r + 4 j``. All row statistics are in log2 units.
 
-Two maxima are kept. ``reference`` is what P is relative to: it moves only when a tile exceeds it by more than the
-threshold; P stays below ``2**(p_scale_log2 + threshold) <= 448``. ``maximum`` is the true running maximum of the
-scores, per thread until the end, for the backward. Exponents of V are folded into P (``s + e_v``), so the reference
-bounds those sums, and the row sum takes them out again; the centre is folded alike and therefore bounds the reference
-too.
+P is relative to ``reference``, which moves only when a score exceeds it by more than a threshold, so that
+``2**(p_log2 + growth) <= 448``. The threshold is wide, so that few tiles move a reference, and a whole tile does not look first: it is
+*assumed* that none moves. The largest P is followed by integer maxima of FP32 bits (P is not negative; three operands an
+instruction), which also give the row's true maximum at the end; a warp that finds one past E4M3's range does its tile again with
+the references moved (``retry`` in ``forward_consumer``). Tiles that a mask may cut look first.
 
-There is no branch here: the two rows of a thread are independent chains, and ptxas fills one's waits with the other
-only inside one basic block. A vote that skips the shuffles (and integer maxima, half as many) was 8% slower.
+Exponents of V under 32 keys are folded into P (``s + e_v``): the reference then bounds those sums, the row sum takes them out again,
+and the centre is folded alike and bounds the reference too. P of a block may then be far below its largest, so such tiles always look
+at their scores first.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from lp_fa4.common.numbers import e4m3x4, exp2, order_after, quad_max, quad_sum
+from lp_fa4.common.numbers import bits_of, e4m3x4, exp2, float_of, log2, max3, order_after, quad_max, quad_sum
 from lp_fa4.sm90.forward_config import KEY_TILE
 
 COLUMN_PAIRS = KEY_TILE // 8
 
 
+LARGEST = 0x43D74000
+"""FP32 bits of 430.5, some way below E4M3's largest, 448: a P above it moves its row's reference."""
+
+
 class RowState:
     """Registers of a thread's two rows; every member is a fragment, mutated in place.
 
-    ``sum``: of unrounded P. ``mean``: of the first tile's scores. ``alpha``: what the last move of the reference
-    multiplies earlier sums by.
+    ``sum``: of unrounded P. ``peak``: bits of the largest P, per thread. ``center``: what is taken off P. (All three in units of
+    ``2**p_log2``.) ``tile_sum``, ``tile_peak``: of a tile that may be done again. ``maximum``: of the scores, per thread, and
+    ``mean``: of the first tile's scores (both folded). ``alpha``: what the last move of the reference multiplies earlier sums by.
+    ``exponents``: of V: O's unit and the pending tile's.
     """
 
     def __init__(self):
         self.reference, self.maximum, self.sum, self.mean = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
-        self.alpha = cute.make_rmem_tensor(2, Float32)
-
-    @property
-    def members(self):
-        """Reference, maximum, sum, mean."""
-        return self.reference, self.maximum, self.sum, self.mean
+        self.alpha, self.center, self.tile_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+        self.peak, self.tile_peak = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
+        self.exponents = cute.make_rmem_tensor(2, Float32)
 
 
 @cute.jit
 def mask_scores(scores: cute.Tensor, column: Int32, limit0: Int32, limit1: Int32):
-    """Scores of keys at or past a row's limit (counted from the tile's first key) become -inf."""
+    """Scores of keys at or past a row's limit (counted from the tile's first key) become -inf.
+
+    Their codes become those of minus the centre, and meet zeros: V's copy holds 0 where there is no token, and the producer clears
+    what belongs to other sequences. (Causal rows are not centred.)
+    """
     for j in cutlass.range_constexpr(COLUMN_PAIRS):
         for c in cutlass.range_constexpr(2):
             at = 8 * j + c + column
             scores[c + 4 * j] = scores[c + 4 * j] if at < limit0 else -Float32.inf
             scores[c + 2 + 4 * j] = scores[c + 2 + 4 * j] if at < limit1 else -Float32.inf
-
-
-@cute.jit
-def mask_codes(codes: cute.Tensor, column: Int32, limit: Int32):
-    """Codes of keys at or past the limit become 0: a masked key has p = 0, but p minus the centre is not."""
-    for q in cutlass.range_constexpr(KEY_TILE // 16):
-        keep = Int32(0)
-        for i in cutlass.range_constexpr(4):
-            at = 16 * q + 8 * (i // 2) + (i % 2) + column
-            byte = 0xFF << (8 * i) if i < 3 else -(1 << 24)
-            keep = keep | (Int32(byte) if at < limit else Int32(0))
-        for r in cutlass.range_constexpr(2):
-            codes[r + 2 * q] = codes[r + 2 * q] & keep
 
 
 @cute.jit
@@ -81,7 +76,7 @@ def row_maximum(spec: cutlass.Constexpr, scores, scale, exponents, r: cutlass.Co
         part = cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
         part = part * scale[g % len(scale)]
         value = part if const_expr(g == 0) else cute.arch.fmax(value, part)
-        if const_expr(spec.value_scale > 0):
+        if const_expr(spec.folded):
             part = part + exponents[g % len(exponents)]
             high = part if const_expr(g == 0) else cute.arch.fmax(high, part)
         else:
@@ -117,9 +112,9 @@ def first_mean(scores: cute.Tensor, scale, r: cutlass.Constexpr, keys: Int32):
 
 @cute.jit
 def top_exponent(spec: cutlass.Constexpr, exponents) -> Float32:
-    """Largest exponent of V in the tile; 0 where V's is static."""
+    """Largest folded exponent of V in the tile; 0 where none is folded."""
     top = Float32(0.0)
-    if const_expr(spec.value_scale > 0):
+    if const_expr(spec.folded):
         top = exponents[0]
         for g in cutlass.range_constexpr(1, len(exponents)):
             top = cute.arch.fmax(top, exponents[g])
@@ -129,73 +124,129 @@ def top_exponent(spec: cutlass.Constexpr, exponents) -> Float32:
 @cute.jit
 def start_state(spec: cutlass.Constexpr, scores, state, scale, exponents, keys: Int32):
     """Row state from an item's first tile. ``keys``: the sequence's number of keys."""
-    reference, maximum, sums, mean = state.members
-    alpha = state.alpha
     top = top_exponent(spec, exponents)
     for r in cutlass.range_constexpr(2):
         value, high = row_maximum(spec, scores, scale, exponents, r)
-        maximum[r], sums[r], alpha[r] = value, Float32(0.0), Float32(1.0)
-        if const_expr(spec.centred):
-            mean[r] = first_mean(scores, scale, r, keys)
-            if const_expr(spec.value_scale > 0):
-                high = cute.arch.fmax(high, mean[r] + top)
+        mean = first_mean(scores, scale, r, keys) if const_expr(spec.centred) else Float32(0.0)
+        if const_expr(spec.centred and spec.folded):
+            high = cute.arch.fmax(high, mean + top)
         high = quad_max(high)
-        reference[r] = Float32(0.0) if high == -Float32.inf else high
+        reference = Float32(0.0) if high == -Float32.inf else high
+        state.reference[r], state.sum[r], state.alpha[r] = reference, Float32(0.0), Float32(1.0)
+        if const_expr(spec.folded):
+            state.maximum[r], state.mean[r] = value, mean
+        else:
+            state.peak[r], state.center[r] = Int32(0), exp2(mean - reference + spec.p_log2)
 
 
 @cute.jit
-def move_reference(spec: cutlass.Constexpr, scores, state, scale, exponents, r: cutlass.Constexpr):
-    """Row r of a later tile: maxima, the reference moved if they exceed it by the threshold, ``alpha`` and sum set."""
-    reference, maximum, sums, mean = state.members
-    alpha = state.alpha
+def move_reference(spec: cutlass.Constexpr, scores, state, scale, exponents, r: cutlass.Constexpr, growth: cutlass.Constexpr):
+    """Row r of a later tile: maxima, the reference moved if they exceed it by ``growth``; ``alpha`` set, what is kept follows."""
     value, high = row_maximum(spec, scores, scale, exponents, r)
-    maximum[r] = cute.arch.fmax(maximum[r], value)
-    if const_expr(spec.centred and spec.value_scale > 0):
-        high = cute.arch.fmax(high, mean[r] + top_exponent(spec, exponents))
+    if const_expr(spec.folded):
+        state.maximum[r] = cute.arch.fmax(state.maximum[r], value)
+    if const_expr(spec.centred and spec.folded):
+        high = cute.arch.fmax(high, state.mean[r] + top_exponent(spec, exponents))
     high = quad_max(high)
-    old = reference[r]
-    new = high if high > old + spec.threshold else old
-    alpha[r] = exp2(old - new)
-    reference[r] = new
-    sums[r] = sums[r] * alpha[r]
+    old = state.reference[r]
+    new = high if high > old + growth else old
+    alpha = exp2(old - new)
+    state.alpha[r], state.reference[r] = alpha, new
+    state.sum[r] = state.sum[r] * alpha
+    if const_expr(not spec.folded):
+        state.center[r] = state.center[r] * alpha
+        state.peak[r] = bits_of(float_of(state.peak[r]) * alpha)
 
 
 @cute.jit
-def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, exponents, after):
-    """Scores to P (times ``2**p_scale_log2``, minus the centre), P to codes, and the row sums of unrounded P.
+def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after):
+    """Scores to P (times ``2**p_log2``), P minus the centre to codes; ``tile_sum`` and ``tile_peak`` of P. Scores stay.
 
-    ``after``: None, or (an FP32 to wait for, a run-time zero): left alone, ptxas may pull the exponentials above the
-    wait for P V, and with them the moment when the other warpgroup gets its turn.
+    ``after``: None, or (an FP32 to wait for, a run-time zero): left alone, ptxas may pull the exponentials above the wait for P V, and
+    with them the moment when the other warpgroup gets its turn; or all of them in front of what uses them. So a group of four starts
+    behind the codes of the group ``lag`` before it.
 
-    Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order). By runs of 16
-    keys, so that one run's conversions are there to fill the issue slots between the next run's exponentials.
+    Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order).
     """
-    groups = max(len(scale), len(exponents), 1)
-    row_sums = state.sum
-    offsets, centers, undo = {}, {}, {}
-    for g in cutlass.range_constexpr(groups):
+    groups = len(scale)
+    offsets = [spec.p_log2 - state.reference[r] for r in range(2)]
+    if const_expr(after is not None):
+        offsets = [order_after(x, *after) for x in offsets]
+    sums = [[Float32(0.0), Float32(0.0)] for _ in range(2)]
+    peaks, made = [Int32(0), Int32(0)], []
+    for q in cutlass.range_constexpr(8):
         for r in cutlass.range_constexpr(2):
-            offset = spec.p_scale_log2 - state.reference[r]
+            a = 2 * r + 8 * q
+            if const_expr(after is not None and spec.lag > 0 and len(made) >= spec.lag):
+                offsets[r] = order_after(offsets[r], float_of(made[len(made) - spec.lag]), after[1])
+            p = [exp2(scores[i] * scale[q * groups // 8] + offsets[r]) for i in (a, a + 1, a + 4, a + 5)]
+            for i in cutlass.range_constexpr(4):
+                sums[r][i % 2] = sums[r][i % 2] + p[i]
+            for i in cutlass.range_constexpr(2):
+                peaks[r] = max3(peaks[r], bits_of(p[2 * i]), bits_of(p[2 * i + 1]))
+            made.append(e4m3x4(*[x - state.center[r] if const_expr(spec.centred) else x for x in p]))
+            codes[r + 2 * q] = made[-1]
+    for r in cutlass.range_constexpr(2):
+        state.tile_sum[r], state.tile_peak[r] = sums[r][0] + sums[r][1], peaks[r]
+
+
+@cute.jit
+def exponentiate_folded(spec: cutlass.Constexpr, scores, codes, state, scale, exponents, after):
+    """The same with V's exponents inside P; no peaks."""
+    for r in cutlass.range_constexpr(2):
+        state.tile_sum[r] = Float32(0.0)
+    for g in cutlass.range_constexpr(len(exponents)):
+        for r in cutlass.range_constexpr(2):
+            offset = spec.p_log2 - state.reference[r]
             if const_expr(after is not None):
                 offset = order_after(offset, *after)
-            if const_expr(spec.value_scale > 0):
-                offset = offset + exponents[g % len(exponents)]
-                undo[g] = exp2(-exponents[g % len(exponents)])
-            offsets[g, r] = offset
-            if const_expr(spec.centred):
-                centers[g, r] = exp2(state.mean[r] + offset)
-    for g in cutlass.range_constexpr(groups):
-        factor = scale[g % len(scale)]
-        sums = [[Float32(0.0), Float32(0.0)] for _ in range(2)]
-        for q in cutlass.range_constexpr(g * (8 // groups), (g + 1) * (8 // groups)):
-            for r in cutlass.range_constexpr(2):
-                a, b = 2 * r + 8 * q, 2 * r + 8 * q + 4
-                at = (a, a + 1, b, b + 1)
-                for i in cutlass.range_constexpr(4):
-                    p = exp2(scores[at[i]] * factor + offsets[g, r])
-                    sums[r][i % 2] = sums[r][i % 2] + p
-                    scores[at[i]] = p - centers[g, r] if const_expr(spec.centred) else p
-                codes[r + 2 * q] = e4m3x4(*[scores[i] for i in at])
-        for r in cutlass.range_constexpr(2):
-            part = sums[r][0] + sums[r][1]
-            row_sums[r] = row_sums[r] + (part * undo[g] if const_expr(spec.value_scale > 0) else part)
+            offset = offset + exponents[g]
+            center = exp2(state.mean[r] + offset)
+            part = Float32(0.0)
+            for q in cutlass.range_constexpr(2 * g, 2 * g + 2):
+                a = 2 * r + 8 * q
+                p = [exp2(scores[i] * scale[g % len(scale)] + offset) for i in (a, a + 1, a + 4, a + 5)]
+                part = part + ((p[0] + p[1]) + (p[2] + p[3]))
+                codes[r + 2 * q] = e4m3x4(*[x - center if const_expr(spec.centred) else x for x in p])
+            state.tile_sum[r] = state.tile_sum[r] + part * exp2(-exponents[g])
+
+
+@cute.jit
+def over_range(spec: cutlass.Constexpr, state):
+    """Whether a P of this thread's tile is near E4M3's end, or NaN."""
+    return cutlass.max(state.tile_peak[0], state.tile_peak[1]) > LARGEST
+
+
+@cute.jit
+def take_tile(spec: cutlass.Constexpr, state):
+    """The tile's sums and peaks into the rows'."""
+    for r in cutlass.range_constexpr(2):
+        state.sum[r] = state.sum[r] + state.tile_sum[r]
+        if const_expr(not spec.folded):
+            state.peak[r] = cutlass.max(state.peak[r], state.tile_peak[r])
+
+
+@cute.jit
+def center_of(spec: cutlass.Constexpr, state, r: cutlass.Constexpr) -> Float32:
+    """What was taken off P of row ``r``, relative to its reference."""
+    return exp2(state.mean[r] - state.reference[r]) if const_expr(spec.folded) else state.center[r] * 2.0**-spec.p_log2
+
+
+@cute.jit
+def mean_of(spec: cutlass.Constexpr, state, r: cutlass.Constexpr) -> Float32:
+    """Mean of the first tile's scores of row ``r``: what its centre is the exponential of."""
+    return state.mean[r] if const_expr(spec.folded) else state.reference[r] + log2(center_of(spec, state, r))
+
+
+@cute.jit
+def maximum_of(spec: cutlass.Constexpr, state, r: cutlass.Constexpr) -> Float32:
+    """Largest score of row ``r``."""
+    if const_expr(spec.folded):
+        return quad_max(state.maximum[r])
+    return log2(quad_max(float_of(state.peak[r]))) + (state.reference[r] - spec.p_log2)
+
+
+@cute.jit
+def sum_of(spec: cutlass.Constexpr, state, r: cutlass.Constexpr) -> Float32:
+    """Sum of P of row ``r``, relative to its reference."""
+    return quad_sum(state.sum[r]) * 2.0**-spec.p_log2

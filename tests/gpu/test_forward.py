@@ -111,6 +111,31 @@ def test_rising_maximum():
         check(problem, run(problem))
 
 
+@pytest.mark.parametrize("block", ["static", (128, 128)])
+@pytest.mark.parametrize("centred", [True, False])
+def test_rows_that_leave_the_range_of_fp16(block, centred):
+    """Whole tiles are done without maxima, and again where a P was FP16's infinity: rows that rise a little, just under and over that
+    bound, and far, all at once or one by one, and fall again."""
+    for step in (0.7, 2.8, 3.1, 9.0, 40.0):
+
+        def edit(q, k, v, offsets, step=step):
+            tile = torch.arange(k.shape[0], device=DEVICE) // 128
+            height = torch.where(tile % 7 < 5, tile, 0) * step
+            q[:], q[..., 0] = 0.01 * q, 4.0
+            k[..., 0] = (height * 0.6931 * 128**0.5 / 4.0)[:, None]
+            if step > 3.0:  # one row a tile rises instead of all
+                q[..., 0] = 0.0
+                for i in range(1, int(tile[-1]) + 1):
+                    row = 37 * i % q.shape[0]
+                    q[row, :, i] = 4.0
+                    k[128 * i + 11 * i % 100, :, i] = step * 0.6931 * 128**0.5 / 4.0
+
+        problem = Case((1500, 90), queries=128, block=block, centred=centred).make(4, edit)
+        q, k = problem.q.dequantize(torch.float64), problem.k.dequantize(torch.float64)
+        largest = float(torch.einsum("qhd,thd->hqt", q, k).abs().max()) * problem.softmax_scale
+        check(problem, run(problem), lse_tolerance=max(4e-3, 2.0**-9 * largest))  # the scores' own error, as in test_negative_scores
+
+
 def test_negative_scores():
     """Every score far below zero."""
 
@@ -286,3 +311,5 @@ def test_refusals():
         sm90.forward(dataclasses.replace(problem, softmax_scale=-1.0))
     with pytest.raises(ValueError, match="key_tile"):
         sm90.forward(dataclasses.replace(problem, config=problem.config.with_(key_tile=64)))
+    with pytest.raises(ValueError, match="p_scale_log2 is 2; the Hopper kernels serve 3 and more"):
+        sm90.forward(dataclasses.replace(problem, config=problem.config.with_(p_scale_log2=2)))

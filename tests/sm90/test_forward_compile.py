@@ -16,15 +16,19 @@ pytest.importorskip("triton", reason="its package carries the disassembler")
 VARIANTS = [
     {"head_dim": 128},
     {"head_dim": 128, "centred": False, "mean": False, "causal": True, "shared": False, "group": 4},
-    {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False},
+    {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 6},
     {"head_dim": 128, "key_scale": 32, "value_scale": 32, "query_static": False, "shared": False},
     {"head_dim": 128, "split_keys": 1024},
-    {"head_dim": 64, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False},
+    {"head_dim": 64, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 6},
 ]
-LOCAL_IN_LOOP = {2: 4}
-"""Exponents of V with centring need two registers more than there are: a few words are reloaded each tile."""
 LOCAL = 40
 """Words parked outside the loop: once a work item."""
+LOCAL_IN_LOOP = {3: 8}
+"""Folded exponents of V need some registers more than there are."""
+INSTRUCTIONS = [505, 440, 515, 615, 505, 465]
+"""Of a warp, a tile."""
+IN_TURN = 32
+"""Exponentials that ptxas may place before the hand-over of the turn. All 64: a quarter slower, and nothing else shows it."""
 
 
 def test_main_loop(tmp_path):
@@ -36,11 +40,13 @@ def test_main_loop(tmp_path):
     for i, r in enumerate(reports):
         steps = r["variant"]["head_dim"] // 32 + 4  # k-steps of Q K and of P V
         resumes = r["variant"].get("split_keys", 0) > 0
+        folded = r["variant"].get("value_scale", 0) == 32
         assert r["products"] == 3 * steps + (steps - 4 if resumes else 0), r
         assert r["waits"] == (7 if resumes else 6), r
-        assert r["loop_local"] <= LOCAL_IN_LOOP.get(i, 0) and r["local"] <= LOCAL, r
+        assert r["loop_local"] <= LOCAL_IN_LOOP.get(i, 4) and r["local"] <= LOCAL, r
+        assert r["loop"] <= INSTRUCTIONS[i] and r["loop_exp2_in_turn"] <= IN_TURN, r
         assert r["loop_exp2"] <= 64 + 16 and r["loop_conversions"] == 32, r
-        assert r["loop_shuffles"] == 4 and r["loop_permutes"] == 0, r
+        assert r["loop_shuffles"] == (4 if folded else 0) and r["loop_permutes"] == 0, r
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -72,6 +78,15 @@ def test_shared_memory_fits():
         operands = 2 * 128 * dim + stages * 2 * 128 * dim
         staging = 4 * 64 * dim * 2
         assert operands + staging + 2 * 2 * dim * 4 + 4096 <= 227 * 1024
+
+
+def test_scale_of_p():
+    """What the wide threshold needs: the row's first exponent of P is positive, and P's bound is the configuration's."""
+    from lp_fa4.sm90.forward_config import ForwardSpec
+
+    for blocks in (0, 32, 128):
+        spec = ForwardSpec(128, value_scale=blocks)
+        assert spec.p_log2 + spec.growth == spec.p_scale_log2 + spec.threshold and spec.p_log2 > 0
 
 
 def test_compile_cache():
