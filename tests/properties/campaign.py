@@ -58,7 +58,9 @@ def main() -> int:
     running: dict[str, tuple[subprocess.Popen, Any, float]] = {}
     ended: dict[str, float] = {}
     waiting = {n: c for n, c in commands(chosen.place, chosen.examples, chosen.seconds).items() if chosen.only in n}
-    waiting = dict(sorted(waiting.items(), key=lambda item: "PMA" not in item[0] and "attention" not in item[0]))  # the longest first
+    waiting = dict(
+        sorted(waiting.items(), key=lambda item: ("flash" not in item[0], "PMA" not in item[0], "attention" not in item[0]))
+    )  # the longest first
     device = "cuda" if chosen.place == "sm90" else "cpu"
     logs = chosen.out.parent / (chosen.out.stem + "-logs")
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Counts of inputs leave with the process."""
+"""Counts of inputs leave with every test, so that a run that is stopped has them too."""
 
 from tests.properties import tally
 
 
-def pytest_sessionfinish(session):
+def pytest_runtest_logfinish(nodeid, location):
     tally.save()
