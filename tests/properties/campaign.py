@@ -28,7 +28,7 @@ def commands(place: str, examples: int, seconds: float) -> dict[str, list[str]]:
     from tests.properties.subjects import SUBJECTS, Place, subjects_at
 
     if place in EMULATED:
-        words = ["tests.properties.emulated", place, "--random", "--examples", str(examples), "--seconds", str(seconds), "--exactly"]
+        words = ["tests.properties.emulated", place, "--random", "--examples", str(examples), "--seconds", str(0.75 * seconds), "--exactly"]
         names = [*(s.name for s in subjects_at(Place("", "sm90")).values()), "layouts"]
         return {name: [sys.executable, "-m", *words, "--only", name] for name in names}
     plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider", "-o", "addopts=", "--tb=short", "-rf"]
