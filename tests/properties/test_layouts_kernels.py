@@ -148,7 +148,7 @@ def test_split_counts(place: Place, lengths, queries, seed, sharpness):
     """One result whatever splits the keys, splits without keys included: each within twice the reference's error of FP64, LSE and row
     statistics with it (``tests.gpu.problems.check``); rows without keys exactly 0 and -inf."""
     tally.count("split-count invariance", "mx_attention", place.name)
-    lengths, results = at_most(place, lengths, 600), {}
+    lengths, results = at_most(place, lengths, 300), {}
     with on(place):
         p = Case(tuple(lengths), queries=queries, heads=2, kv_heads=2, dim=64, block=(32, 64), score_std=sharpness).make(seed)
         for form in FORMS:
@@ -170,7 +170,7 @@ def test_split_counts(place: Place, lengths, queries, seed, sharpness):
 def test_splits_of_another_sequence(place: Place, lengths, longer, queries, seed):
     """How many splits another sequence has changes no bit of a sequence: one more behind, one more in front."""
     tally.count("split-count invariance", "mx_attention, another's splits", place.name)
-    (longer, *lengths), g = at_most(place, [longer, *lengths], 600), torch.Generator(place.device).manual_seed(seed)
+    (longer, *lengths), g = at_most(place, [longer, *lengths], 300), torch.Generator(place.device).manual_seed(seed)
     with on(place):
         base = Case(tuple(lengths), queries=queries, dim=64, block="static", mean=False, centred=False).make(seed)
         alone = sm90.forward(base)
