@@ -23,6 +23,8 @@ SHAPES = {
     "pma4096j": "PMA, up to 4,096 keys, jagged",
     "pma_4096": "PMA, 4,096 keys",
     "pma4096u": "PMA, 4,096 keys",
+    "pma_8192": "PMA, 8,192 keys",
+    "pma_16384_jagged_768": "PMA, up to 16,384 keys, jagged, 768 samples",
     "llm_8192": "4 × 8,192, 16 heads",
     "llm": "4 × 8,192, 16 heads",
     "llm_8192_causal": "4 × 8,192, 16 heads, causal",
@@ -80,21 +82,29 @@ def forward_table() -> str:
 
 
 def backward_table() -> str:
+    """The backward alone, all its launches counted, then forward and backward with quantization, BF16 in and out."""
     found, rows = record("h200/backward"), []
-    for shape, at in by_shape([row for row in found["results"] if "not in this package" not in row["variant"]]):
-        rival = at.pop("flash-attn-4 BF16")
+    for shape, at in by_shape(found["results"]):
         for variant, row in at.items():
-            mark = "*" if "note" in row else ""
-            figures = [
-                f"{row['ms']:.2f}{mark}",
-                f"{row['tflops']:.0f}{mark}",
-                f"{rival['tflops']:.0f}",
-                f"{rival['ms'] / row['ms']:.2f}×{mark}",
-            ]
-            rows.append([shape, variant, *figures])
-    header = ["shape", "variant", "ms", "TFLOP/s", "flash-attn-4 BF16", "ratio"]
-    notes = "".join(f"\n\\* {note}\n" for note in dict.fromkeys(row["note"] for row in found["results"] if "note" in row))
-    return markdown(header, rows) + notes + source("h200/backward", found)
+            if variant.startswith(tuple(RIVALS)):
+                continue
+            training = variant.endswith("training call")
+            rival = at.get("flash_attn_4 training call" if training else "flash_attn_4")
+            other = None if training else at.get("cudnn_fp8")
+            rows.append(
+                [
+                    shape,
+                    "forward and backward, BF16 in and out" if training else variant.removeprefix("lp_fa4, "),
+                    f"{row['ms']['median']:.2f}",
+                    f"{row['tflops']:.0f}",
+                    "–" if rival is None else f"{rival['tflops']:.0f}",
+                    "–" if rival is None else f"{rival['ms']['median'] / row['ms']['median']:.2f}×",
+                    "–" if other is None else f"{other['tflops']:.0f}",
+                    f"{row['peak_gib']:.1f}" + ("" if rival is None else f" / {rival['peak_gib']:.1f}"),
+                ]
+            )
+    header = ["shape", "variant", "ms", "TFLOP/s", "flash-attn-4 BF16", "ratio", "cuDNN FP8", "peak GiB, this / flash-attn-4"]
+    return markdown(header, rows) + source("h200/backward", found)
 
 
 def fused_table() -> str:
