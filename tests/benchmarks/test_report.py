@@ -8,7 +8,7 @@ from benchmarks import __main__ as cli
 from benchmarks import report
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": ["module", "forward", "backward"], "fused_ops/README.md": ["fused"]}
+PAGES = {"README.md": ["module", "forward", "backward"], "modules/README.md": ["module"], "fused_ops/README.md": ["fused"]}
 
 
 @pytest.mark.parametrize("page", PAGES)
