@@ -151,9 +151,11 @@ def _jsonable(value: Any) -> Any:
 def write_record(path: str | Path, command: str, config: Any, results: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Write ``{"command", "config", "environment", "results"}`` as JSON, replacing the file only once it is whole.
 
-    NaN and infinities, which JSON lacks, are written as the texts "nan", "inf" and "-inf". Returns what was written.
+    NaN and infinities, which JSON lacks, are written as the texts "nan", "inf" and "-inf". The setting ``out``, a folder of the machine that
+    ran, is left out. Returns what was written.
     """
-    record = _jsonable({"command": command, "config": to_dict(config), "environment": environment(device), "results": results})
+    settings = {name: value for name, value in to_dict(config).items() if name != "out"}
+    record = _jsonable({"command": command, "config": settings, "environment": environment(device), "results": results})
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
