@@ -151,8 +151,8 @@ def _jsonable(value: Any) -> Any:
 def write_record(path: str | Path, command: str, config: Any, results: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Write ``{"command", "config", "environment", "results"}`` as JSON, replacing the file only once it is whole.
 
-    NaN and infinities, which JSON lacks, are written as the texts "nan", "inf" and "-inf". The setting ``out``, a folder of the machine that
-    ran, is left out. Returns what was written.
+    NaN and infinities, which JSON lacks, are written as the texts "nan", "inf" and "-inf". The setting ``out``, a folder of the machine
+    that ran, is left out. Returns what was written.
     """
     settings = {name: value for name, value in to_dict(config).items() if name != "out"}
     record = _jsonable({"command": command, "config": settings, "environment": environment(device), "results": results})

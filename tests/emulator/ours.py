@@ -123,9 +123,11 @@ def forward(arch: str, *, seed: int = 0, **options: Any) -> Case:
 
 
 def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse: bool = False, **options: Any) -> Case:
-    """Our backward against ``lp_fa4.reference.backward``, which rounds at the same points: codes agree but for ties that the order
-    of additions decides, so the relative error is far under one rounding of E4M3 (2^-4)."""
+    """Our backward against ``lp_fa4.reference.backward``. Blackwell's rounds at the same points: codes agree but for ties that the order
+    of additions decides, so the relative error is far under one rounding of E4M3 (2^-4). Hopper's: ``sm90.agreement``."""
     from lp_fa4 import reference
+
+    from tests.sm90.agreement import assert_agrees, compare
 
     problem = make_problem(seed, dict(options))
     result = reference.forward(problem)
@@ -139,6 +141,9 @@ def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse
             return importlib.import_module(_PACKAGES[arch][0]).backward(problem, result, dout, deterministic=deterministic, dlse=dlse)
 
     def verify(value: Any) -> None:
+        if arch == "sm_90a":
+            assert_agrees(compare(problem, dout, value, want, with_truth=dlse is None), problem.config.grad_format)
+            return
         for name in ("dq", "dk", "dv", "dv_mean"):
             x, y = getattr(value, name), getattr(want, name)
             assert (x is None) == (y is None), name

@@ -18,32 +18,9 @@ import torch
 from lp_fa4 import reference
 from tests.emulator import api
 from tests.gpu import problems
+from tests.sm90.agreement import compare
 
 MULTIPROCESSORS = 4
-
-
-def plain(x) -> torch.Tensor:
-    """A gradient, MXFP8 or not, in FP32."""
-    return x.dequantize() if hasattr(x, "dequantize") else x.float()
-
-
-def relative(ours, theirs) -> float:
-    """Frobenius difference of two gradients."""
-    a, b = plain(ours), plain(theirs)
-    assert bool(torch.isfinite(a).all())
-    return float((a - b).norm() / b.norm().clamp(min=1e-30))
-
-
-def exact(p, dout) -> dict[str, torch.Tensor]:
-    """dQ, dK and, where it has no mean part, dV in FP64 on the reconstructed operands."""
-    q, k, v = (x.dequantize(torch.float64) for x in (p.q, p.k, p.v))
-    if p.v_mean is not None:
-        v = v + p.v_mean.double()[problems.row_sequences(p.offsets_k, p.tokens)]
-    arguments = dict(offsets_k=p.offsets_k, offsets_q=p.offsets_q, shared_q=p.shared_q, softmax_scale=p.softmax_scale, causal=p.causal)
-    rows = p.rows if p.offsets_q is None else int(p.offsets_q[-1])
-    dout = torch.where((torch.arange(p.rows) < rows)[:, None, None], dout, 0)
-    names = ("dq", "dk") if p.centred_backward else ("dq", "dk", "dv")
-    return dict(zip(names, reference.exact_gradients(dout, q, k, v, **arguments), strict=False))
 
 
 def main(text: str, schedules: list[str]) -> None:
@@ -76,12 +53,7 @@ def main(text: str, schedules: list[str]) -> None:
     for name in schedules:
         kind, _, seed = name.partition(":")
         ours, run = api.call_under(call, "sm_90a", api.Schedule(kind, int(seed or 0)), check=True)
-        report = {n: relative(getattr(ours, n), getattr(theirs, n)) for n in ("dq", "dk", "dv")}
-        for n, truth in exact(p, dout).items():
-            a, b = ((plain(getattr(x, n)) - truth).norm() for x in (ours, theirs))
-            report[f"excess_{n}"] = float(a / b) if b > 0 else 1.0
-        if ours.dv_mean is not None:
-            report["dv_mean"] = relative(ours.dv_mean, theirs.dv_mean)
+        report = compare(p, dout, ours, theirs)
         print(json.dumps({"schedule": name, "steps": run.steps, **report}), flush=True)
 
 
