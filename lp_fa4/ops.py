@@ -507,20 +507,25 @@ def flash_attention_backward(
         dq = dq + torch.where(sees, dlse, 0.0).t()[..., None] * mean * softmax_scale
     dk, dv = (x if isinstance(x, Tensor) else x.dequantize() for x in (grads.dk, grads.dv))
     if grads.dv_mean is not None and needs[2]:
-        dv = _add_rows(dv, grads.dv_mean, offsets_k)
-    # a plain copy: no output of an operator may share memory with an input or another output
-    return tuple(
-        torch.empty(x.shape, dtype=t, device=x.device).copy_(x) for x, t in zip((dq, dk, dv), (q_dtype, k_dtype, v_dtype), strict=True)
-    )  # type: ignore[return-value]
+        dv = _own(dv, v_dtype) if dv.dtype == v_dtype else dv.to(torch.float32)
+        _add_rows(dv, grads.dv_mean, offsets_k)
+    return tuple(_own(x, t) for x, t in zip((dq, dk, dv), (q_dtype, k_dtype, v_dtype), strict=True))  # type: ignore[return-value]
 
 
-def _add_rows(x: Tensor, mean: Tensor, offsets: Tensor) -> Tensor:
-    """``x [T, ...]`` in FP32 plus its sequence's row of ``mean [B, ...]``; rows past ``offsets[-1]`` stay as they are."""
+def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``, contiguous and alone in its memory: no output of an operator may share it with an input or another output. What a
+    backward has just allocated is not copied."""
+    whole = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if x.dtype == dtype and whole and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
+def _add_rows(x: Tensor, mean: Tensor, offsets: Tensor) -> None:
+    """Adds to ``x [T, ...]``, in place, its sequence's row of the FP32 ``mean [B, ...]``: a sum in FP32, rounded once to x's dtype. Rows
+    past ``offsets[-1]`` stay as they are."""
     if x.shape[0] == 0 or mean.shape[0] == 0:
-        return x
+        return
     sequence = torch.searchsorted(offsets[1:].contiguous(), torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype), right=True)
-    inside = (sequence < mean.shape[0]).reshape(-1, *[1] * (x.dim() - 1))
-    return x.to(torch.float32) + torch.where(inside, mean[sequence.clamp(max=mean.shape[0] - 1)], 0.0)
+    x += torch.cat([mean, torch.zeros_like(mean[:1])])[sequence]
 
 
 @flash_attention_backward.register_fake
