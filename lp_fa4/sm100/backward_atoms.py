@@ -22,7 +22,24 @@ SMEM, TMEM = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
 BLOCKS = TILE // 32
 
 
-class BackwardAtoms:
+class KeyGradientBlocks:
+    """What the atoms of both backwards (one CTA, pairs) share. A subclass has ``plan``, ``tile_g`` and ``key_gradient``."""
+
+    def blocks(self, name, tmem):
+        """P or dS in tensor memory as the A operand of :meth:`key_gradient`: one tensor per block of 32 queries, each where its
+        warpgroup left it."""
+        mma = self.key_gradient()
+        layout = helpers.make_smem_layout_a(mma, self.tile_g, F8, 1).outer
+        parts = []
+        for block in range(BLOCKS):
+            column = self.plan[f"{name}{block // 2}"].start + block % 2 * BLOCK_COLUMNS
+            start = cute.recast_ptr(tmem + column, dtype=F8)
+            fragment = mma.make_fragment_A(cute.make_tensor(start, layout)).layout
+            parts.append(cute.make_tensor(start, cute.slice_(fragment, (None, None, 0, 0))))
+        return parts
+
+
+class BackwardAtoms(KeyGradientBlocks):
     """Atoms and layouts of one variant. Layouts are made where they are used: one kept from the host's trace does not reach the kernel."""
 
     def __init__(self, spec: BackwardSpec, plan: TmemPlan):
@@ -89,19 +106,6 @@ class BackwardAtoms:
         else:
             mma, shape = (self.query_gradient() if name == "dQ" else self.key_gradient()), (TILE, self.spec.head_dim)
         return cute.make_tensor(tmem + self.plan[name].start, mma.make_fragment_C(mma.partition_shape_C(shape)).layout)
-
-    def blocks(self, name, tmem):
-        """P or dS in tensor memory as the A operand of :meth:`key_gradient`: one tensor per block of 32 queries, each where its
-        warpgroup left it."""
-        mma = self.key_gradient()
-        layout = helpers.make_smem_layout_a(mma, self.tile_g, F8, 1).outer
-        parts = []
-        for block in range(BLOCKS):
-            column = self.plan[f"{name}{block // 2}"].start + block % 2 * BLOCK_COLUMNS
-            start = cute.recast_ptr(tmem + column, dtype=F8)
-            fragment = mma.make_fragment_A(cute.make_tensor(start, layout)).layout
-            parts.append(cute.make_tensor(start, cute.slice_(fragment, (None, None, 0, 0))))
-        return parts
 
 
 _SCALES = {

@@ -11,17 +11,16 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from lp_fa4.sm100.atoms import F8
+from lp_fa4.sm100.backward_atoms import KeyGradientBlocks
 from lp_fa4.sm100.backward_config import PAIR, TILE, BackwardSpec
-from lp_fa4.sm100.backward_plan import BLOCK_COLUMNS
 from lp_fa4.sm100.tmem_plan import TmemPlan
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, TMEM = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
 TWO = tcgen05.CtaGroup.TWO
-BLOCKS = TILE // 32
 
 
-class PairAtoms:
+class PairAtoms(KeyGradientBlocks):
     """Atoms and layouts of one variant. Layouts are made where they are used: one kept from the host's trace does not reach the kernel."""
 
     def __init__(self, spec: BackwardSpec, plan: TmemPlan):
@@ -74,19 +73,6 @@ class PairAtoms:
         }.get(name, (self.key_gradient, (PAIR, self.spec.head_dim)))
         mma = mma()
         return cute.make_tensor(tmem + self.plan[name].start, mma.make_fragment_C(mma.partition_shape_C(shape)).layout)
-
-    def blocks(self, name, tmem):
-        """P or dS in tensor memory as the A operand of :meth:`key_gradient`: one tensor per block of 32 queries, each where its
-        warpgroup left it."""
-        mma = self.key_gradient()
-        layout = helpers.make_smem_layout_a(mma, self.tile_g, F8, 1).outer
-        parts = []
-        for block in range(BLOCKS):
-            column = self.plan[f"{name}{block // 2}"].start + block % 2 * BLOCK_COLUMNS
-            start = cute.recast_ptr(tmem + column, dtype=F8)
-            fragment = mma.make_fragment_A(cute.make_tensor(start, layout)).layout
-            parts.append(cute.make_tensor(start, cute.slice_(fragment, (None, None, 0, 0))))
-        return parts
 
 
 def product(mma, accumulator, a, b, keep):

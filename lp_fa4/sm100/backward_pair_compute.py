@@ -24,9 +24,9 @@ from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.numbers import e4m3x4, effect, inline_ptx
 from lp_fa4.sm100.atoms import F8, load_columns, store_columns
+from lp_fa4.sm100.backward_atoms import BLOCKS
 from lp_fa4.sm100.backward_compute import BLOCK, HALF, four
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, TILE
-from lp_fa4.sm100.backward_pair_atoms import BLOCKS
 from lp_fa4.sm100.backward_pair_sync import arrive_leader, cta_rank, in_cta
 from lp_fa4.sm100.backward_plan import BLOCK_COLUMNS
 from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step

@@ -26,9 +26,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm100.atoms import F8
+from lp_fa4.sm100.backward_atoms import BLOCKS
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, TILE, BackwardSpec, BackwardTuning
 from lp_fa4.sm100.backward_kernel import LOAD_WARP, MMA_WARP, THREADS
-from lp_fa4.sm100.backward_pair_atoms import BLOCKS, TWO, PairAtoms
+from lp_fa4.sm100.backward_pair_atoms import TWO, PairAtoms
 from lp_fa4.sm100.backward_pair_compute import ROW_BYTES, compute_role, relay_role
 from lp_fa4.sm100.backward_pair_load import load_role
 from lp_fa4.sm100.backward_pair_mma import mma_role

@@ -12,9 +12,9 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.common.numbers import effect
+from lp_fa4.sm100.backward_atoms import BLOCKS
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, PAIR, TILE
 from lp_fa4.sm100.backward_load import load_stats
-from lp_fa4.sm100.backward_pair_atoms import BLOCKS
 from lp_fa4.sm100.backward_pair_sync import LEADER, cta_rank
 from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import drain, wait
