@@ -88,7 +88,7 @@ def query_tile(here, args, shared, now, stage, live, low, high, masked: cutlass.
     wait(bars + bar.stat_full + stage, now // stages & 1)
     stats = shared.stats.iterator + (stage * (kernel.spec.stats * TILE) + here.group * HALF)
     for b in cutlass.range_constexpr(2):
-        probabilities(here, args, stats, r, b, low, high, masked)
+        probabilities(here, args.scale, here.tmem, stats, r, b, low, high, masked)
     if const_expr(kernel.aliased):
         store_constant_scale(here)
     cute.arch.fence_view_async_tmem_store()
@@ -118,15 +118,15 @@ def four(stats, kind: cutlass.Constexpr, column: cutlass.Constexpr):
 
 
 @cute.jit
-def probabilities(here, args, stats, r, b: cutlass.Constexpr, low, high, masked: cutlass.Constexpr):
-    """Scores of block ``b`` to p in place, and P8 to its columns. Hidden and missing queries give p = 0 by selection: their scores may be
-    NaN."""
+def probabilities(here, scale, tmem, stats, r, b: cutlass.Constexpr, low, high, masked: cutlass.Constexpr):
+    """Scores of block ``b`` to p in place, and P8 to its columns, counted from ``tmem``. Hidden and missing queries give p = 0 by
+    selection: their scores may be NaN."""
     values = cute.make_rmem_tensor(BLOCK, Float32)
     for j in cutlass.range_constexpr(0, BLOCK, 4):
         a = four(stats, 0, BLOCK * b + j)
         for i in cutlass.range_constexpr(0, 4, 2):
             at = BLOCK * b + j + i
-            x, y = cute.arch.fma_packed_f32x2((r[at], r[at + 1]), (args.scale, args.scale), (a[i], a[i + 1]))
+            x, y = cute.arch.fma_packed_f32x2((r[at], r[at + 1]), (scale, scale), (a[i], a[i + 1]))
             r[at], r[at + 1] = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
             if const_expr(masked):
                 for c in cutlass.range_constexpr(2):
@@ -143,7 +143,7 @@ def probabilities(here, args, stats, r, b: cutlass.Constexpr, low, high, masked:
     packed = cute.make_rmem_tensor(BLOCK_COLUMNS, Float32)
     codes = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=F8), cute.make_layout(BLOCK))
     codes.store(values.load().to(F8))
-    store_columns(here.tmem, here.kernel.plan["P0"].start + BLOCK_COLUMNS * b, BLOCK_COLUMNS, here.thread, packed)
+    store_columns(tmem, here.kernel.plan["P0"].start + BLOCK_COLUMNS * b, BLOCK_COLUMNS, here.thread, packed)
 
 
 @cute.jit

@@ -23,9 +23,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.numbers import e4m3x4, effect, inline_ptx
-from lp_fa4.sm100.atoms import F8, load_columns, store_columns
+from lp_fa4.sm100.atoms import load_columns, store_columns
 from lp_fa4.sm100.backward_atoms import BLOCKS
-from lp_fa4.sm100.backward_compute import BLOCK, HALF, four
+from lp_fa4.sm100.backward_compute import BLOCK, HALF, four, probabilities
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, TILE
 from lp_fa4.sm100.backward_pair_sync import arrive_leader, cta_rank, in_cta
 from lp_fa4.sm100.backward_plan import BLOCK_COLUMNS
@@ -118,7 +118,7 @@ def query_tile(here, shared, row, now, stage, low, high, masked: cutlass.Constex
     stats = shared.stats.iterator + (stage * (kernel.spec.stats * TILE) + here.group * HALF)
     factors = shared.factors.iterator + (stage * BLOCKS + 2 * here.group) * BLOCK_FACTORS
     for b in cutlass.range_constexpr(2):
-        probabilities(here, stats, factors, row, r, b, low, high, masked)
+        pair_probabilities(here, stats, factors, row, r, b, low, high, masked)
     cute.arch.fence_view_async_tmem_store()
     arrive_leader(bars + bar.p_ready)
 
@@ -184,35 +184,11 @@ def block_factors(factors, b: cutlass.Constexpr):
 
 
 @cute.jit
-def probabilities(here, stats, factors, row, r, b: cutlass.Constexpr, low, high, masked: cutlass.Constexpr):
-    """Scores of block ``b`` to p in place, and P8 to its columns. Hidden and missing queries give p = 0 by selection: their scores may be
-    NaN."""
-    scale = row.scale * block_factors(factors, b)[0]
-    values = cute.make_rmem_tensor(BLOCK, Float32)
-    for j in cutlass.range_constexpr(0, BLOCK, 4):
-        a = four(stats, 0, BLOCK * b + j)
-        for i in cutlass.range_constexpr(0, 4, 2):
-            at = BLOCK * b + j + i
-            x, y = cute.arch.fma_packed_f32x2((r[at], r[at + 1]), (scale, scale), (a[i], a[i + 1]))
-            r[at], r[at + 1] = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
-            if const_expr(masked):
-                for c in cutlass.range_constexpr(2):
-                    seen = at + c < high
-                    if const_expr(here.kernel.spec.causal):
-                        seen = seen and at + c >= low
-                    r[at + c] = r[at + c] if seen else Float32(0.0)
-            values[j + i], values[j + i + 1] = r[at], r[at + 1]
-        if const_expr(here.kernel.spec.centred):
-            c = four(stats, 2, BLOCK * b + j)
-            for i in cutlass.range_constexpr(0, 4, 2):
-                pair = (values[j + i], values[j + i + 1])
-                values[j + i], values[j + i + 1] = cute.arch.sub_packed_f32x2(pair, (c[i], c[i + 1]))
-    packed = cute.make_rmem_tensor(BLOCK_COLUMNS, Float32)
-    codes = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=F8), cute.make_layout(BLOCK))
-    codes.store(values.load().to(F8))
+def pair_probabilities(here, stats, factors, row, r, b: cutlass.Constexpr, low, high, masked: cutlass.Constexpr):
+    """``probabilities`` of block ``b``, whose scale holds the exponents of q and k, into the columns of this warpgroup's P."""
     plan = here.kernel.plan
     tmem = here.tmem + here.group * (plan["P1"].start - plan["P0"].start)
-    store_columns(tmem, plan["P0"].start + BLOCK_COLUMNS * b, BLOCK_COLUMNS, here.thread, packed)
+    probabilities(here, row.scale * block_factors(factors, b)[0], tmem, stats, r, b, low, high, masked)
 
 
 @cute.jit
