@@ -3,13 +3,15 @@
 On the compiled kernel, one at a time: each wait written in the MMA role is deleted, each region of scales, P and dS is moved onto an
 accumulator, the fences that publish dS are deleted. Each must be seen (a race report, an error, or a wrong result) under some schedule; the
 unplanted kernel must be clean under all. ``--all``: every wait, fence and region. ``--part i/n``: every n-th site, from the i-th.
-``--pairs``: of the kernel with two CTAs. One JSON line per fault.
+``--pairs``: of the kernel with two CTAs. One JSON line per fault. ``--out FILE``: totals and every site as JSON, written after each fault;
+``--merge FILE...``: one document of all parts' files.
 """
 
 import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from lp_fa4.sm100.backward_plan import backward_plan
 from tests.emulator import api, capture
@@ -40,7 +42,15 @@ def main() -> None:
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--list", action="store_true", help="only name the sites")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--merge", type=Path, nargs="+")
     arguments = parser.parse_args()
+    if arguments.merge:
+        campaign = Campaign.of([json.loads(path.read_text()) for path in arguments.merge])
+        campaign.out = arguments.out
+        campaign.save()
+        print(campaign.table())
+        return
     capture.install("sm_100a")
     queries = 300 if arguments.pairs else 200  # a pair waits for dQ of the query tile before last
     planted = case("sm_100a", {"shared": queries, "keys": [200, 31], "heads": 1, "mean": True}, {"processors": 1}, pairs=arguments.pairs)
@@ -49,8 +59,10 @@ def main() -> None:
     campaign.sites = [site for site in campaign.sites if site.executed and (arguments.all or chosen(site))]
     part, parts = map(int, arguments.part.split("/"))
     campaign.sites = campaign.sites[part::parts]
+    campaign.out = arguments.out
     if not arguments.list:
         campaign.plant()
+        campaign.save()
     for site in campaign.sites:
         print(json.dumps(asdict(site)))
 

@@ -1,14 +1,22 @@
 """The matrices on many cores: ``python -m tests.sm100.campaign forward backward pairs [--jobs 20] [--queries 256 512] --out FOLDER``.
 
-A row (a mode at a number of queries) is cut into parts of a few schedules. A part is a process of its own; the largest start first. As one
-ends, a JSON line goes to ``FOLDER/parts.jsonl`` (what it raised, where it failed), so that a campaign that is stopped has lost nothing but
-what was running; started again, it leaves out what is there. ``--merge FILE FOLDER ... --commit C``: the rows of one matrix all of whose
-schedules are right, as the document FILE.
+A mode is a process: it compiles its kernels and works out the references once, then forks a child for each run (a row, which is a mode at a
+number of queries, under a schedule), the longest first. All modes share ``--jobs`` places. As a run ends, a JSON line goes to
+``FOLDER/runs.jsonl`` (processor time, or what it raised), so that a campaign that is stopped has lost nothing but what was running; started
+again, it leaves out what is there. Each line names the programs that ran (``programs``: a digest of their PTX without line numbers).
+
+``--merge FILE FOLDER ...``: the rows of one matrix all of whose runs are right, as the document FILE. A run counts only if its programs are
+those that the sources make now: they are compiled again for that.
 """
 
 import argparse
+import fcntl
+import gc
 import hashlib
 import json
+import os
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -16,137 +24,248 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import commit
+from tests.processes import environment
 from tests.sm100 import backward_matrix, backward_pair_matrix, matrix
 
 MATRICES: dict[str, Any] = {"forward": matrix, "backward": backward_matrix, "pairs": backward_pair_matrix}
-PARTS = {512: 4, 256: 2}
-"""Parts of a row by its queries; 1 of others."""
+ARCH = "sm_100a"
 
 
-def run_part(which: str, name: str, queries: int, part: int, parts: int, schedules: int) -> dict:
-    """Every ``parts``-th schedule of a row; raises where one is wrong or has a race. ``digest``: of dQ where it has to repeat itself."""
-    from tests.emulator import api, capture
-    from tests.emulator.waivers import NONE
+def program_digest(launches: list[Any]) -> str:
+    """Of the PTX of ``launches``, each program once, without what follows from the place of a source line (``.loc``, labels of it, the
+    debug sections at the end)."""
+    texts = set()
+    for launch in launches:
+        code = re.split(r"^\s*\.(?:file|section)\b", launch.ptx, maxsplit=1, flags=re.M)[0]
+        texts.add(re.sub(r"^\s*(?:\.loc\b.*|\$L__tmp\d+:)\n", "", code, flags=re.M))
+    return hashlib.sha256("\0".join(sorted(texts)).encode()).hexdigest()[:16]
 
-    started = time.time()
-    arch, module = "sm_100a", MATRICES[which]
-    capture.install(arch)
-    planned = module.case_of(arch, name, queries)
-    chosen = api.schedules(schedules)[part::parts]
-    digests = set()
-    for schedule in chosen:
+
+class Mode:
+    """The rows of one mode in this process: cases, compiled kernels and their digests, by number of queries."""
+
+    def __init__(self, which: str, name: str, queries: list[int]) -> None:
+        from tests.emulator import api, capture
+
+        capture.install(ARCH)
+        self.which, self.name = which, name
+        self.cases = {many: MATRICES[which].case_of(ARCH, name, many) for many in queries}
+        self.programs = {}
+        for many, planned in self.cases.items():
+            _, recorded = api.record(planned.call, ARCH)
+            self.programs[many] = program_digest([launch for launch, _ in recorded])
+            for launch, _ in recorded:
+                api.compiled(launch.ptx, launch.name)
+
+    def run(self, queries: int, schedule: str) -> dict:
+        """One run; what it raised is in ``error``. ``digest``: of dQ where it has to repeat itself."""
+        from tests.emulator import api
+        from tests.emulator.waivers import NONE
+
+        line: dict[str, Any] = {"which": self.which, "name": self.name, "queries": queries, "schedule": schedule}
+        line["programs"] = self.programs[queries]
+        started, planned = time.process_time(), self.cases[queries]
+        kind, seed = schedule.split(":")
         try:
-            value, _ = api.call_under(planned.call, arch, schedule, check=True, waivers=NONE)
+            value, _ = api.call_under(planned.call, ARCH, api.Schedule(kind, int(seed)), check=True, waivers=NONE)
             planned.verify(value)
         except Exception as error:
-            error.add_note(f"{which} {name} queries={queries}, schedule {schedule}")
-            raise
-        if getattr(planned.verify, "repeatable", False):
-            digests.add(hashlib.sha256(value.dq.numpy().tobytes()).hexdigest()[:16])
-    return {"passed": [str(s) for s in chosen], "seconds": round(time.time() - started), "digest": sorted(digests)}
+            line["error"] = f"{type(error).__name__}: {error}"[-2500:]
+        else:
+            if getattr(planned.verify, "repeatable", False):
+                line["digest"] = hashlib.sha256(value.dq.numpy().tobytes()).hexdigest()[:16]
+        line["seconds"] = round(time.process_time() - started, 1)
+        return line
 
 
-def campaign(tasks: list[dict], jobs: int, folder: Path) -> int:
-    """Run ``tasks``, ``jobs`` at a time; returns how many failed."""
+class Places:
+    """``--jobs`` places shared by processes: bytes in a pipe."""
+
+    def __init__(self, ends: tuple[int, int]) -> None:
+        self.ends = ends
+
+    @classmethod
+    def of(cls, jobs: int) -> "Places":
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        fcntl.fcntl(write, 1031, max(4096, jobs))  # F_SETPIPE_SZ
+        os.write(write, b"." * jobs)
+        return cls((read, write))
+
+    def take(self, seconds: float) -> bool:
+        """True once a place is ours; False if none was free for that long."""
+        if not select.select([self.ends[0]], [], [], seconds)[0]:
+            return False
+        try:
+            return bool(os.read(self.ends[0], 1))
+        except BlockingIOError:
+            return False
+
+    def leave(self) -> None:
+        os.write(self.ends[1], b".")
+
+
+def _append(file: Path, line: dict) -> None:
+    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(handle, (json.dumps(line) + "\n").encode())
+    os.close(handle)
+
+
+def run_mode(which: str, name: str, todo: list[tuple[int, str]], places: Places, file: Path, source: str) -> None:
+    """The runs ``todo`` of one mode, each in a child, as places are free."""
+    while not places.take(1.0):
+        pass
+    try:
+        mode = Mode(which, name, sorted({queries for queries, _ in todo}))
+    finally:
+        places.leave()
+    waiting = list(todo)
+    running: set[int] = set()
+    gc.freeze()  # children share these objects: their memory is not written to by a collection
+    while waiting or running:
+        if waiting and places.take(0.1):
+            queries, schedule = waiting.pop(0)
+            child = os.fork()
+            if not child:
+                line = {**mode.run(queries, schedule), "commit": source}
+                _append(file, line)
+                words = line.get("error", "right")[-300:]
+                print(f"{which} {name} queries={queries} {schedule}: {line['seconds']} s, {words}", flush=True)
+                os._exit(0)
+            running.add(child)
+        ended, _ = os.waitpid(-1, os.WNOHANG) if running else (0, 0)
+        if ended:
+            running.discard(ended)
+            places.leave()
+        elif not waiting:
+            time.sleep(0.1)
+    gc.unfreeze()
+
+
+def campaign(tasks: list[dict], jobs: int, folder: Path, source: str) -> int:
+    """Run ``tasks`` (runs), ``jobs`` at a time; returns how many of them are not right."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "parts.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {_key(line) for line in lines if "passed" in line}
-    waiting = [task for task in tasks if _key(task) not in done]
-    running: dict[subprocess.Popen, dict] = {}
-    failed, started = 0, time.time()
+    file = folder / "runs.jsonl"
+    done = {_key(line) for line in _lines([folder]) if "error" not in line}
+    modes: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for task in sorted(tasks, key=lambda t: -t["queries"]):
+        if _key(task) not in done:
+            modes.setdefault((task["which"], task["name"]), []).append((task["queries"], task["schedule"]))
+    places = Places.of(jobs)
+    running: list[subprocess.Popen] = []
 
     def stop(*_: Any) -> None:
         for process in running:
-            process.kill()
-        sys.exit(f"stopped: {len(waiting)} parts had not started, {len(running)} were running")
+            os.killpg(process.pid, signal.SIGKILL)
+        os._exit(1)
 
     signal.signal(signal.SIGTERM, stop)
+    threads = environment(OPENBLAS_NUM_THREADS="1")
+    waiting = list(modes.items())
     while waiting or running:
         while waiting and len(running) < jobs:
-            task = waiting.pop(0)
-            command = [sys.executable, "-m", "tests.sm100.campaign", "--part", json.dumps(task)]
-            running[subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)] = task
+            (which, name), todo = waiting.pop(0)
+            order = {"which": which, "name": name, "todo": todo, "ends": places.ends, "file": str(file), "commit": source}
+            command = [sys.executable, "-m", "tests.sm100.campaign", "--mode", json.dumps(order)]
+            running.append(subprocess.Popen(command, env=threads, pass_fds=places.ends, start_new_session=True))
         time.sleep(0.2)
-        for process, task in [(p, t) for p, t in running.items() if p.poll() is not None]:
-            assert process.stdout is not None
-            text = process.stdout.read()
-            right = process.returncode == 0
-            result = json.loads(text.splitlines()[-1]) if right else {"error": text[-3000:]}
-            failed += not right
-            del running[process]
-            with file.open("a") as out:
-                out.write(json.dumps({**task, **result}) + "\n")
-            words = f"{result['seconds']} s" if right else f"FAILED: {text[-400:]}"
-            print(f"{time.time() - started:.0f} s: {_key(task)} {words}", flush=True)
-    return failed
+        running = [process for process in running if process.poll() is None]
+    right = {_key(line) for line in _lines([folder]) if "error" not in line}
+    return sum(_key(task) not in right for task in tasks)
 
 
 def _key(task: dict) -> tuple:
-    return tuple(task[k] for k in ("which", "name", "queries", "part", "parts", "schedules"))
+    return tuple(task[k] for k in ("which", "name", "queries", "schedule"))
 
 
-def merge(folders: list[Path], which: str, commit: str, schedules: int) -> dict:
-    """Rows of a matrix that are whole and right, and what failed. A repeatable row whose dQ differs between parts has failed."""
-    lines = [json.loads(line) for folder in folders for line in (folder / "parts.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["which"] == which]
-    rows: list[dict] = []
-    failed = [f"{x['name']} queries={x['queries']} part {x['part']}/{x['parts']}: {x['error'][-300:]}" for x in lines if "error" in x]
-    for name, queries in dict.fromkeys((x["name"], x["queries"]) for x in lines):
-        mine = [x for x in lines if (x["name"], x["queries"]) == (name, queries) and "passed" in x]
-        seen = {s for x in mine for s in x["passed"]}
-        if len({d for x in mine for d in x["digest"]}) > 1:
-            failed.append(f"{name} queries={queries}: dq differs from run to run")
-        elif len(seen) == schedules:
-            rows.append({"mode": name, "queries": queries, "schedules": schedules, "seconds": sum(x["seconds"] for x in mine)})
+def _lines(folders: list[Path]) -> list[dict]:
+    files = [folder / "runs.jsonl" for folder in folders]
+    return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+
+
+def merge(folders: list[Path], which: str, schedules: int) -> dict:
+    """Rows of a matrix that are whole and right, and what failed. A repeatable row whose dQ differs between runs has failed."""
+    from tests.emulator import api
+
     module = MATRICES[which]
-    order = list(module.MODES)
-    rows.sort(key=lambda x: (order.index(x["mode"]), x["queries"]))
+    wanted = [str(s) for s in api.schedules(schedules)]
+    lines = [line for line in _lines(folders) if line["which"] == which and line["schedule"] in wanted]
+    rows: list[dict] = []
+    failed, other = [], 0
+    for name in [n for n in module.MODES if any(line["name"] == n for line in lines)]:
+        of_mode = [line for line in lines if line["name"] == name]
+        counts = sorted({line["queries"] for line in of_mode})
+        order = json.dumps({"which": which, "name": name, "queries": counts})
+        text = subprocess.run(
+            [sys.executable, "-m", "tests.sm100.campaign", "--programs", order], capture_output=True, text=True, check=True
+        )
+        programs = {int(k): v for k, v in json.loads(text.stdout.splitlines()[-1]).items()}
+        for queries in counts:
+            mine = [line for line in of_mode if line["queries"] == queries and line["programs"] == programs[queries]]
+            other += sum(line["queries"] == queries for line in of_mode) - len(mine)
+            wrong = [line for line in mine if "error" in line]
+            right = {line["schedule"]: line for line in mine if "error" not in line}
+            if wrong:
+                failed += [f"{name} queries={queries} {line['schedule']}: {line['error'][-300:]}" for line in wrong]
+            elif len({line.get("digest") for line in right.values()}) > 1:
+                failed.append(f"{name} queries={queries}: dq differs from run to run")
+            elif len(right) == schedules:
+                commits = sorted({line["commit"] for line in right.values()})
+                seconds = round(sum(line["seconds"] for line in right.values()))
+                row = {"mode": name, "queries": queries, "schedules": schedules, "seconds": seconds}
+                rows.append({**row, "programs": programs[queries], "commits": commits})
     return {
         "command": f"python -m tests.sm100.campaign {which} --schedules {schedules}",
-        "commit": commit,
         "keys": module.KEYS,
-        "rows_of_the_list": len(order) * len(module.QUERIES),
+        "rows_of_the_list": len(module.MODES) * len(module.QUERIES),
+        "runs_of_other_programs": other,
         "failed": failed,
         "passed": rows,
     }
 
 
 def main() -> None:
-    """Run the parts asked for, or put their results together."""
+    """Run what is asked for, or put results together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("matrices", nargs="*", metavar="forward|backward|pairs", help="which lists (default: all)")
     parser.add_argument("--modes", nargs="+", help="some rows only")
     parser.add_argument("--queries", type=int, nargs="+")
     parser.add_argument("--schedules", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=20)
-    parser.add_argument("--parts", type=int, help="of a row; by default as many as its queries take")
     parser.add_argument("--out", type=Path, default=Path("campaign"))
-    parser.add_argument("--part", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--mode", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--programs", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--merge", nargs="+", type=Path, metavar=("FILE", "FOLDER"))
-    parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     which = arguments.matrices or list(MATRICES)
-    if arguments.part:
-        print(json.dumps(run_part(**arguments.part)))
+    if arguments.mode:
+        order = arguments.mode
+        todo = [(queries, schedule) for queries, schedule in order["todo"]]
+        run_mode(order["which"], order["name"], todo, Places(tuple(order["ends"])), Path(order["file"]), order["commit"])
+    elif arguments.programs:
+        print(json.dumps(Mode(**arguments.programs).programs))
     elif arguments.merge:
         file, *folders = arguments.merge
-        document = merge(folders, which[0], arguments.commit, arguments.schedules)
+        document = merge(folders, which[0], arguments.schedules)
         rows = document.pop("passed")
         text = json.dumps(document, indent=1)[:-2] + ',\n "passed": [\n' + ",\n".join(f"  {json.dumps(r)}" for r in rows) + "\n ]\n}\n"
         file.write_text(text)
         print(f"{len(rows)} of {document['rows_of_the_list']} rows, {len(document['failed'])} failures")
     else:
-        tasks = []
-        for kind in which:
-            module = MATRICES[kind]
-            for queries in arguments.queries or module.QUERIES:
-                parts = arguments.parts or PARTS.get(queries, 1)
-                for name in arguments.modes or module.MODES:
-                    task = {"which": kind, "name": name, "queries": queries, "parts": parts, "schedules": arguments.schedules}
-                    tasks += [{**task, "part": part} for part in range(parts)]
-        tasks.sort(key=lambda task: -task["queries"])
-        sys.exit(1 if campaign(tasks, arguments.jobs, arguments.out) else 0)
+        from tests.emulator import api
+
+        schedules = [str(s) for s in api.schedules(arguments.schedules)]
+        tasks = [
+            {"which": kind, "name": name, "queries": queries, "schedule": schedule}
+            for kind in which
+            for queries in arguments.queries or MATRICES[kind].QUERIES
+            for name in arguments.modes or MATRICES[kind].MODES
+            for schedule in schedules
+        ]
+        wrong = campaign(tasks, arguments.jobs, arguments.out, (commit()["commit"] or "")[:12])
+        print(f"{len(tasks) - wrong} of {len(tasks)} runs are right")
+        sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
