@@ -79,7 +79,8 @@ class Fault:
     """The first bad value of one tensor in one call.
 
     ``kind``: ``"nan"``, ``"inf"`` or ``"saturated"``. ``token`` counts from the sample's first row, ``block`` is its ``(group of 32 tokens,
-    block of columns)``; None where a tensor has no samples or no blocks. ``index``: into the tensor.
+    block of columns)``, the format's own or, of other tensors, of 32 columns; None where a tensor has no samples or no columns. ``index``:
+    into the tensor.
     """
 
     operator: str
@@ -237,6 +238,8 @@ def _look(seen: Seen, role: str, operator_name: str, call: int, narrow: bool) ->
             token = None if seen.rows.single else front[0] - seen.rows.bounds[sample]
         if isinstance(seen.value, MXTensor):
             block = ((front[0] if token is None else token) // GROUP, front[-1] // seen.value.block[1])
+        elif token is not None and axis == 0 and values.dim() > 1:
+            block = (token // GROUP, front[-1] // GROUP)
         faults.append(Fault(operator_name, call, role, seen.name, kind, int(flags.sum()), tuple(index), sample, token, block))
     if shadow is None or kept.numel() == 0:
         return faults, None

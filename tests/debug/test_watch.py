@@ -80,7 +80,7 @@ def test_a_bad_event_is_named(bad):
         run(module, x, offsets)
     first = report.first
     assert (first.operator, first.role, first.tensor) == ("modules::pma_attention", "input", "values")
-    assert (first.sample, first.token, first.index, first.count) == (2, 5, (45, 3), 1)
+    assert (first.sample, first.token, first.index, first.block, first.count) == (2, 5, (45, 3), (0, 0), 1)
     assert first.kind == ("nan" if math.isnan(bad) else "inf")
     assert {f.sample for f in report.faults if f.sample is not None} == {2}, "no other sample has a fault"
     assert "sample 2, row 5" in str(report)
@@ -127,6 +127,7 @@ def test_blocks_count_from_their_sequence():
     with debug.watch() as report:
         drop_in(q, k, v)
     assert (report.first.tensor, report.first.sample, report.first.token, report.first.index) == ("k", 2, 32, (72, 1, 40))
+    assert report.first.block == (1, 1)
     codes = next(f for f in report.faults if f.tensor == "k codes")
     # the mean of sample 2 takes the NaN along, so all of this column's blocks show it, the first first
     assert (codes.sample, codes.block) == (2, (0, 1))
