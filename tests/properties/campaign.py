@@ -1,10 +1,10 @@
-"""Every property on every operation of a place, a process for each operation, and the record of what was tried.
+"""Every property on every operation of a place, a process for each operation (emulated: and property), and the record of what was tried.
 
     python -m tests.properties.campaign sm90 OUT.json --examples 100 --jobs 14
     python -m tests.properties.campaign reference OUT.json --examples 100 --jobs 2
     python -m tests.properties.campaign sm_90a OUT.json --examples 4 --jobs 2        # in the emulator; sm_100a too
 
-Inputs are other ones every time. The record holds the number of inputs by property and operation, and the tests that failed.
+Inputs are other ones every time. At ``0.75 --seconds`` emulated properties begin no other input. The record holds the number of inputs by property and operation, and the tests that failed.
 """
 
 import argparse
@@ -24,13 +24,15 @@ EMULATED = ("sm_90a", "sm_100a")
 
 def commands(place: str, examples: int, seconds: float) -> dict[str, list[str]]:
     """A command for each operation, or some, by its name."""
-    from tests.properties import test_batches
+    from tests.properties import test_batches, test_layouts_kernels
     from tests.properties.subjects import SUBJECTS, Place, subjects_at
 
     if place in EMULATED:
-        words = ["tests.properties.emulated", place, "--random", "--examples", str(examples), "--seconds", str(0.75 * seconds), "--exactly"]
-        names = [*(s.name for s in subjects_at(Place("", "sm90")).values()), "layouts"]
-        return {name: [sys.executable, "-m", *words, "--only", name] for name in names}
+        words = ["tests.properties.emulated", place, "--random", "--examples", str(examples), "--exactly"]
+        names = {s.name: test_batches for s in subjects_at(Place("", "sm90")).values()}
+        own = test_layouts_kernels.HOPPERS_OWN if place != "sm_90a" else ()
+        tests = [(n, t) for n, m in {**names, "layouts": test_layouts_kernels}.items() for t in vars(m) if t.startswith("test_")]
+        return {f"{n}: {t}": [sys.executable, "-m", *words, "--only", n, "--properties", t] for n, t in tests if t not in own}
     plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider", "-o", "addopts=", "--tb=short", "-rf"]
     batches = [n for n in vars(test_batches) if n.startswith("test_")]
     here = {name: s for name, s in SUBJECTS.items() if s.place.name == place}
@@ -49,7 +51,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3600, help="what has not ended by then is stopped and counts as failed")
-    parser.add_argument("--only", default="", help="operations whose name contains this")
+    parser.add_argument("--only", default="", help="operations (emulated: and properties) whose name contains one of these, separated by ;")
     chosen = parser.parse_args()
     from benchmarks.harness import environment as recorded
     from tests.properties.tally import total
@@ -57,7 +59,7 @@ def main() -> int:
     begin, failed = time.monotonic(), []
     running: dict[str, tuple[subprocess.Popen, Any, float]] = {}
     ended: dict[str, float] = {}
-    waiting = {n: c for n, c in commands(chosen.place, chosen.examples, chosen.seconds).items() if chosen.only in n}
+    waiting = {n: c for n, c in commands(chosen.place, chosen.examples, chosen.seconds).items() if any(x in n for x in chosen.only.split(";"))}
     waiting = dict(
         sorted(waiting.items(), key=lambda item: ("flash" not in item[0], "PMA" not in item[0], "attention" not in item[0]))
     )  # the longest first
@@ -68,6 +70,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         env = environment(LP_FA4_TALLY=folder, LP_FA4_EXAMPLES=str(chosen.examples), HYPOTHESIS_STORAGE_DIRECTORY=folder)
         env.update(PYTHONUNBUFFERED="1")
+        if chosen.place in EMULATED:
+            env.update(LP_FA4_DEADLINE=str(time.time() + 0.75 * chosen.seconds))
         while waiting or running:
             late = time.monotonic() - begin > chosen.seconds
             while waiting and len(running) < chosen.jobs and not late:
