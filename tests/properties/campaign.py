@@ -4,7 +4,8 @@
     python -m tests.properties.campaign reference OUT.json --examples 100 --jobs 2
     python -m tests.properties.campaign sm_90a OUT.json --examples 4 --jobs 2        # in the emulator; sm_100a too
 
-Inputs are other ones every time. At ``0.75 --seconds`` emulated properties begin no other input. The record holds the number of inputs by property and operation, and the tests that failed.
+Inputs are other ones every time. At ``0.75 --seconds`` emulated properties begin no other input. The record holds the number of inputs by
+property and operation, and the tests that failed.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tests.processes import ROOT, environment
 EMULATED = ("sm_90a", "sm_100a")
 
 
-def commands(place: str, examples: int, seconds: float) -> dict[str, list[str]]:
+def commands(place: str, examples: int) -> dict[str, list[str]]:
     """A command for each operation, or some, by its name."""
     from tests.properties import test_batches, test_layouts_kernels
     from tests.properties.subjects import SUBJECTS, Place, subjects_at
@@ -30,9 +31,9 @@ def commands(place: str, examples: int, seconds: float) -> dict[str, list[str]]:
     if place in EMULATED:
         words = ["tests.properties.emulated", place, "--random", "--examples", str(examples), "--exactly"]
         names = {s.name: test_batches for s in subjects_at(Place("", "sm90")).values()}
-        own = test_layouts_kernels.HOPPERS_OWN if place != "sm_90a" else ()
+        without = test_layouts_kernels.HOPPERS_OWN if place != "sm_90a" else ()
         tests = [(n, t) for n, m in {**names, "layouts": test_layouts_kernels}.items() for t in vars(m) if t.startswith("test_")]
-        return {f"{n}: {t}": [sys.executable, "-m", *words, "--only", n, "--properties", t] for n, t in tests if t not in own}
+        return {f"{n}: {t}": [sys.executable, "-m", *words, "--only", n, "--properties", t] for n, t in tests if t not in without}
     plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider", "-o", "addopts=", "--tb=short", "-rf"]
     batches = [n for n in vars(test_batches) if n.startswith("test_")]
     here = {name: s for name, s in SUBJECTS.items() if s.place.name == place}
@@ -59,7 +60,8 @@ def main() -> int:
     begin, failed = time.monotonic(), []
     running: dict[str, tuple[subprocess.Popen, Any, float]] = {}
     ended: dict[str, float] = {}
-    waiting = {n: c for n, c in commands(chosen.place, chosen.examples, chosen.seconds).items() if any(x in n for x in chosen.only.split(";"))}
+    only = chosen.only.split(";")
+    waiting = {n: c for n, c in commands(chosen.place, chosen.examples).items() if any(x in n for x in only)}
     waiting = dict(
         sorted(waiting.items(), key=lambda item: ("flash" not in item[0], "PMA" not in item[0], "attention" not in item[0]))
     )  # the longest first

@@ -1,8 +1,8 @@
 """How many random inputs each property was tried on, by subject and place; kept for a run's record.
 
 ``LP_FA4_TALLY=FOLDER python -m pytest tests/properties`` leaves one JSON file a process there; ``tests.properties.campaign`` adds them up.
-After ``LP_FA4_DEADLINE`` (seconds of ``time.time``) no other input is begun, so that a campaign of few minutes ends by itself, every property
-tried on as many inputs as there was time for, at least one.
+After ``LP_FA4_DEADLINE`` (seconds of ``time.time``) no other input is begun, so that a campaign of few minutes ends by itself, with every
+property tried on as many inputs as there was time for, at least one.
 """
 
 import json
