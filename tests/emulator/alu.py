@@ -419,9 +419,7 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
     if d in ("e4m3x2", "e5m2x2") and s == "f32":
         if mode != "rn" or "satfinite" not in I.parts:
             raise I.unsupported("rounding of cvt to FP8")
-        f = f"N.f32_to_{d[:4]}"
-        hi, lo = (f"{f}({c.val(x, 'F')})" for x in A[1:3])
-        return c.assign(A[0], f"({hi}.astype(u16)<<u16(8))|{lo}", "H")
+        return c.assign(A[0], f"N.f32_to_fp8x2('{d[:4]}',{c.val(A[1], 'F')},{c.val(A[2], 'F')})", "H")
     if d in ("e4m3x2", "e5m2x2") and s == "f16x2":
         if mode != "rn" or "satfinite" not in I.parts:
             raise I.unsupported("rounding of cvt to FP8")

@@ -10,6 +10,7 @@ faster and serve runs that look only at numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,51 @@ SPECIAL_REGISTERS = {f"{base}.{axis}" for base in _AXES for axis in "xyz"} | set
     ]
 )
 
-_HEADER = "  U=g.U;S=g.S;F=g.F;D=g.D;L=g.L;E=g.E;H=g.H;h=g.h;f=g.f;X=g.X;U2=g.U2;H2=g.H2;P=g.P;Q=g.Q\n"
+_VIEW = re.compile(r"\b(U|S|F|D|L|E|H|h|f|X|U2|H2|P|Q)\[")
+
+
+def _header(body: list[str]) -> str:
+    """Binds the views of registers that a body uses."""
+    used = dict.fromkeys(x for line in body for x in _VIEW.findall(line))
+    return "  " + ";".join(f"{x}=g.{x}" for x in used) + "\n" if used else ""
+
+
+class _Rows(dict[int, Any]):
+    """Rows of registers seen one way, each made when it is first used: a warp uses few of a program's registers."""
+
+    def __init__(self, whole: np.ndarray, halves: bool = False) -> None:
+        self.whole, self.halves = whole, halves
+
+    def __missing__(self, i: int) -> Any:
+        row = self.whole[i]
+        self[i] = row = (row[:, 0], row[:, 1]) if self.halves else row
+        return row
+
+
+class RegisterFile:
+    """Registers of one gang, with their views. Kept for the next gang when one ends: pages and views are what is dear."""
+
+    def __init__(self, counts: dict[Any, int], width: int) -> None:
+        r16, r32, r64 = (np.empty((max(counts[n], 1), width), t) for n, t in ((16, u16), (32, u32), (64, u64)))
+        p, q = np.empty((max(counts["p"], 1), width), bool), np.empty((max(counts[128], 1), width, 2), u64)
+        self.whole, self.zeroed = (r16, r32, r64), (p, q)
+        self.views: dict[str, Any] = {
+            "P": _Rows(p), "Q": q, "U": _Rows(r32), "S": _Rows(r32.view(i32)), "F": _Rows(r32.view(f32)),
+            "D": _Rows(r64), "L": _Rows(r64.view(i64)), "E": _Rows(r64.view(f64)),
+            "H": _Rows(r16), "h": _Rows(r16.view(i16)), "f": _Rows(r16.view(f16)),
+            "X": _Rows(r64.view(f32).reshape(-1, width, 2)),
+            "U2": _Rows(r64.view(u32).reshape(-1, width, 2), True), "H2": _Rows(r32.view(u16).reshape(-1, width, 2), True),
+        }  # fmt: skip
+
+    def fill(self, byte: int) -> None:
+        """Every register's bytes; predicates and 128-bit registers are zero."""
+        for a in self.whole:
+            a.view(u8).fill(byte)
+        for a in self.zeroed:
+            a.fill(0)
+
+
+_RECENT: list[Compiled] = []
 
 
 class Compiled:
@@ -76,6 +121,8 @@ class Compiled:
         self.program = program
         self.units: list[Unit] = []
         self.codegen = Codegen(fidelity)
+        #: register files of gangs that have ended
+        self.spare: list[RegisterFile] = []
         at: dict[int, int] = {}
         starts = set(program.labels.values())
         run: list[Instr] = []
@@ -114,6 +161,16 @@ class Compiled:
                 unit.target = at[program.labels[unit.instrs[0].label or ""]]
         self._generate()
 
+    def registers(self, width: int) -> RegisterFile:
+        """A register file for a gang; one that an ended gang has left, if there is one. Only the latest programs keep theirs."""
+        if self not in _RECENT:
+            _RECENT.append(self)
+            if len(_RECENT) > 4:
+                _RECENT.pop(0).spare.clear()
+        if self.spare and self.spare[-1].whole[0].shape[1] != width:
+            self.spare.clear()
+        return self.spare.pop() if self.spare else RegisterFile(self.program.counts, width)
+
     def _generate(self) -> None:
         c, out = self.codegen, []
         for unit in self.units:
@@ -131,7 +188,7 @@ class Compiled:
                     body.append("if _m.any():")
                     c.where, c.mask = ",where=_m", "_m"
                     body += ["  " + x for x in c.emit(I) or []]
-                out.append(f"def {mode}{unit.index}(g,m):\n{_HEADER}" + "".join(f"  {x}\n" for x in body))
+                out.append(f"def {mode}{unit.index}(g,m):\n{_header(body)}" + "".join(f"  {x}\n" for x in body))
         exec(compile("\n".join(out), f"<{self.program.entry[:40]}>", "exec"), c.env)
         for unit in self.units:
             if unit.kind == STRAIGHT:
@@ -173,22 +230,9 @@ class Gang:
         self.memory = cluster.memory
         self.units = cluster.machine.compiled.units
         self.shared_base = cluster.memory.base
-        counts = cluster.machine.compiled.program.counts
-
-        def rows(n: int, dtype: Any) -> np.ndarray:
-            a = np.empty((max(n, 1), width), dtype)
-            a.view(u8).fill(0xFF if cluster.machine.poison else 0)
-            return a
-
-        r16, r32, r64 = rows(counts[16], u16), rows(counts[32], u32), rows(counts[64], u64)
-        self.P = list(np.zeros((max(counts["p"], 1), width), bool))
-        self.Q = np.zeros((max(counts[128], 1), width, 2), u64)
-        self.U, self.S, self.F = list(r32), list(r32.view(i32)), list(r32.view(f32))
-        self.D, self.L, self.E = list(r64), list(r64.view(i64)), list(r64.view(f64))
-        self.H, self.h, self.f = list(r16), list(r16.view(i16)), list(r16.view(f16))
-        self.X = list(r64.view(f32).reshape(-1, width, 2))
-        self.U2 = [(x[:, 0], x[:, 1]) for x in r64.view(u32).reshape(-1, width, 2)]
-        self.H2 = [(x[:, 0], x[:, 1]) for x in r32.view(u16).reshape(-1, width, 2)]
+        self._file = cluster.machine.compiled.registers(width)
+        self._file.fill(0xFF if cluster.machine.poison else 0)
+        self.__dict__.update(self._file.views)
         thread = np.arange(first, first + width)
         self.thread, self.lane, self.warp = thread, thread % 32, thread // 32
         self.first_warp = first // 32
@@ -298,8 +342,9 @@ class Gang:
 
     def release(self) -> None:
         """Drop the registers; the gang still knows its place, for messages."""
-        for name in ("U", "S", "F", "D", "L", "E", "H", "h", "f", "X", "U2", "H2", "P", "Q", "local", "local_base", "shared_base"):
+        for name in (*self._file.views, "local", "local_base", "shared_base"):
             setattr(self, name, None)
+        self.machine.compiled.spare.append(self._file)
         self.state = {}
         self._special = {}
 

@@ -4,6 +4,7 @@ value (but for ``fma`` of bfloat16, which is rounded to float32 first)."""
 import pytest
 import torch
 
+from . import numerics
 from .test_engines_sm90 import run
 
 LOAD = "mov.u32 %r20, %ctaid.x;\nmov.u32 %r21, %ntid.x;\nmad.lo.u32 %r20, %r20, %r21, %r0;\nmul.wide.u32 %rd40, %r20, 4;\n"
@@ -61,3 +62,17 @@ def test_two_floats_to_two_halves():
     run(body, x, y, x, out, grid=64, block=512, registers=".reg .f32 %f<4>;")
     got = out.view(torch.float16).reshape(-1, 2)  # the first source is the upper half
     assert torch.equal(got[:, 1], x.half()) and torch.equal(got[:, 0], y.half())
+
+
+@pytest.mark.parametrize("fmt, dtype, limit", [("e4m3", torch.float8_e4m3fn, 448), ("e5m2", torch.float8_e5m2, 57344)])
+def test_floats_to_fp8_around_every_tie(fmt, dtype, limit):
+    """Each code's value, each midpoint of two, their neighbours as floats; and floats of every exponent."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()].sort().values
+    x = torch.cat([values, (values[1:] + values[:-1]) / 2])
+    x = torch.cat([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(-torch.inf))])
+    bits = torch.randint(-(2**31), 2**31, (1 << 17,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = torch.cat([x, bits.view(torch.float32), torch.tensor([torch.inf, -torch.inf, torch.nan])])
+    want = torch.where(x.isnan(), 0x7F, x.clamp(-limit, limit).to(dtype).view(torch.uint8))
+    hi, lo = x.numpy(), x.flip(0).numpy()
+    assert (numerics.f32_to_fp8x2(fmt, hi, lo) == (want.numpy().astype("uint16") << 8 | want.flip(0).numpy())).all()
