@@ -1,6 +1,6 @@
 """The whole list of the two-CTA backward: every mode by every number of queries, ``python -m tests.sm100.campaign pairs``.
 
-Sequences of up to 300 keys around the edges of a tile and of a pair of tiles, otherwise as ``backward_matrix``.
+Sequences around the edges of a tile and of a pair of tiles, and a long one, otherwise as ``backward_matrix``.
 """
 
 from tests.emulator.kernels import Case
@@ -8,24 +8,24 @@ from tests.sm100 import backward_matrix
 from tests.sm100.backward_cases import case
 
 QUERIES = backward_matrix.QUERIES
-KEYS = [0, 1, 31, 127, 129, 255, 257, 300]
+KEYS = {"edges": [0, 1, 31, 127, 129, 255, 257, 300], "long": [0, 33, 128, 700]}
 STATIC = {"blocks": ((0, 128), (0, 128), (0, 128)), "exponents": (-6, -6, -6)}
 MODES: dict[str, dict] = {name: mode for name, mode in backward_matrix.MODES.items() if name != "token_blocks"}
 MODES["static"] = {"problem_of": {"mean": True, **STATIC}, "config": {"grad_format": "mxfp8"}}
 MODES["wide_blocks"] = {"problem_of": {"dense": True, "blocks": ((32, 128), (128, 128), (128, 128))}}
 
 
-def row(name: str, queries: int) -> dict:
+def row(name: str, queries: int, keys: list[int]) -> dict:
     """Arguments of ``backward_cases.case`` for one mode at ``queries`` rows a sequence."""
     mode = MODES[name]
-    problem_of = {"keys": KEYS, "heads": 1, **mode["problem_of"]}
+    problem_of = {"keys": keys, "heads": 1, **mode["problem_of"]}
     if problem_of.pop("dense", False):
-        problem_of["queries"] = [queries] * len(KEYS)
+        problem_of["queries"] = [queries] * len(keys)
     else:
         problem_of["shared"] = queries
     return {**mode, "problem_of": problem_of, "run_of": {"processors": 4, **mode.get("run_of", {})}, "pairs": True}
 
 
-def case_of(arch: str, name: str, queries: int) -> Case:
-    """One row as a case."""
-    return case(arch, **row(name, queries))
+def case_of(arch: str, name: str, queries: int, keys: str) -> Case:
+    """One row on one list of ``KEYS`` as a case."""
+    return case(arch, **row(name, queries, KEYS[keys]))

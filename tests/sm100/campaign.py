@@ -1,9 +1,9 @@
 """The matrices on many cores: ``python -m tests.sm100.campaign forward backward pairs [--jobs 20] [--queries 256 512] --out FOLDER``.
 
-A mode is a process: it compiles its kernels and works out the references once, then forks a child for each run (a row, which is a mode at a
-number of queries, under a schedule), the longest first. All modes share ``--jobs`` places. As a run ends, a JSON line goes to
-``FOLDER/runs.jsonl`` (processor time, or what it raised), so that a campaign that is stopped has lost nothing but what was running; started
-again, it leaves out what is there. Each line names the programs that ran (``programs``: a digest of their PTX without line numbers).
+A mode is a process: it compiles its kernels and works out the references once, then forks a child for each run: a row (a mode at a number
+of queries) on one of its lists of keys under a schedule, the longest first. All modes share ``--jobs`` places. As a run ends, a JSON line goes
+to ``FOLDER/runs.jsonl`` (processor time, or what it raised), so that a campaign that is stopped has lost nothing but what was running;
+started again, it leaves out what is there. Each line names the programs that ran (``programs``: a digest of their PTX, no line numbers).
 
 ``--merge FILE FOLDER ...``: the rows of one matrix all of whose runs are right, as the document FILE. A run counts only if its programs are
 those that the sources make now: they are compiled again for that.
@@ -43,29 +43,29 @@ def program_digest(launches: list[Any]) -> str:
 
 
 class Mode:
-    """The rows of one mode in this process: cases, compiled kernels and their digests, by number of queries."""
+    """The rows of one mode in this process: cases, compiled kernels and their digests, by number of queries and list of keys."""
 
-    def __init__(self, which: str, name: str, queries: list[int]) -> None:
+    def __init__(self, which: str, name: str, rows: list[tuple[int, str]]) -> None:
         from tests.emulator import api, capture
 
         capture.install(ARCH)
         self.which, self.name = which, name
-        self.cases = {many: MATRICES[which].case_of(ARCH, name, many) for many in queries}
+        self.cases = {row: MATRICES[which].case_of(ARCH, name, *row) for row in rows}
         self.programs = {}
-        for many, planned in self.cases.items():
+        for row, planned in self.cases.items():
             _, recorded = api.record(planned.call, ARCH)
-            self.programs[many] = program_digest([launch for launch, _ in recorded])
+            self.programs[row] = program_digest([launch for launch, _ in recorded])
             for launch, _ in recorded:
                 api.compiled(launch.ptx, launch.name)
 
-    def run(self, queries: int, schedule: str) -> dict:
+    def run(self, queries: int, keys: str, schedule: str) -> dict:
         """One run; what it raised is in ``error``. ``digest``: of dQ where it has to repeat itself."""
         from tests.emulator import api
         from tests.emulator.waivers import NONE
 
-        line: dict[str, Any] = {"which": self.which, "name": self.name, "queries": queries, "schedule": schedule}
-        line["programs"] = self.programs[queries]
-        started, planned = time.process_time(), self.cases[queries]
+        line: dict[str, Any] = {"which": self.which, "name": self.name, "queries": queries, "keys": keys, "schedule": schedule}
+        line["programs"] = self.programs[queries, keys]
+        started, planned = time.process_time(), self.cases[queries, keys]
         kind, seed = schedule.split(":")
         try:
             value, _ = api.call_under(planned.call, ARCH, api.Schedule(kind, int(seed)), check=True, waivers=NONE)
@@ -112,12 +112,12 @@ def _append(file: Path, line: dict) -> None:
     os.close(handle)
 
 
-def run_mode(which: str, name: str, todo: list[tuple[int, str]], places: Places, file: Path, source: str) -> None:
+def run_mode(which: str, name: str, todo: list[tuple[int, str, str]], places: Places, file: Path, source: str) -> None:
     """The runs ``todo`` of one mode, each in a child, as places are free."""
     while not places.take(1.0):
         pass
     try:
-        mode = Mode(which, name, sorted({queries for queries, _ in todo}))
+        mode = Mode(which, name, sorted({(queries, keys) for queries, keys, _ in todo}))
     finally:
         places.leave()
     waiting = list(todo)
@@ -125,13 +125,13 @@ def run_mode(which: str, name: str, todo: list[tuple[int, str]], places: Places,
     gc.freeze()  # children share these objects: their memory is not written to by a collection
     while waiting or running:
         if waiting and places.take(0.1):
-            queries, schedule = waiting.pop(0)
+            run = waiting.pop(0)
             child = os.fork()
             if not child:
-                line = {**mode.run(queries, schedule), "commit": source}
+                line = {**mode.run(*run), "commit": source}
                 _append(file, line)
                 words = line.get("error", "right")[-300:]
-                print(f"{which} {name} queries={queries} {schedule}: {line['seconds']} s, {words}", flush=True)
+                print(which, name, *run, f"{line['seconds']} s, {words}", flush=True)
                 os._exit(0)
             running.add(child)
         ended, _ = os.waitpid(-1, os.WNOHANG) if running else (0, 0)
@@ -148,10 +148,10 @@ def campaign(tasks: list[dict], jobs: int, folder: Path, source: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.jsonl"
     done = {_key(line) for line in _lines([folder]) if "error" not in line}
-    modes: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    modes: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
     for task in sorted(tasks, key=lambda t: -t["queries"]):
         if _key(task) not in done:
-            modes.setdefault((task["which"], task["name"]), []).append((task["queries"], task["schedule"]))
+            modes.setdefault((task["which"], task["name"]), []).append((task["queries"], task["keys"], task["schedule"]))
     places = Places.of(jobs)
     running: list[subprocess.Popen] = []
 
@@ -176,7 +176,7 @@ def campaign(tasks: list[dict], jobs: int, folder: Path, source: str) -> int:
 
 
 def _key(task: dict) -> tuple:
-    return tuple(task[k] for k in ("which", "name", "queries", "schedule"))
+    return tuple(task[k] for k in ("which", "name", "queries", "keys", "schedule"))
 
 
 def _lines(folders: list[Path]) -> list[dict]:
@@ -189,39 +189,39 @@ def merge(folders: list[Path], which: str, schedules: int) -> dict:
     from tests.emulator import api
 
     module = MATRICES[which]
-    wanted = [str(s) for s in api.schedules(schedules)]
-    lines = [line for line in _lines(folders) if line["which"] == which and line["schedule"] in wanted]
-    rows: list[dict] = []
+    wanted = [(keys, str(s)) for keys in module.KEYS for s in api.schedules(schedules)]
+    lines = [line for line in _lines(folders) if line["which"] == which and (line["keys"], line["schedule"]) in wanted]
+    passed: list[dict] = []
     failed, other = [], 0
     for name in [n for n in module.MODES if any(line["name"] == n for line in lines)]:
         of_mode = [line for line in lines if line["name"] == name]
-        counts = sorted({line["queries"] for line in of_mode})
-        order = json.dumps({"which": which, "name": name, "queries": counts})
-        text = subprocess.run(
-            [sys.executable, "-m", "tests.sm100.campaign", "--programs", order], capture_output=True, text=True, check=True
-        )
-        programs = {int(k): v for k, v in json.loads(text.stdout.splitlines()[-1]).items()}
-        for queries in counts:
-            mine = [line for line in of_mode if line["queries"] == queries and line["programs"] == programs[queries]]
+        rows = sorted({(line["queries"], line["keys"]) for line in of_mode})
+        order = json.dumps({"which": which, "name": name, "rows": rows})
+        command = [sys.executable, "-m", "tests.sm100.campaign", "--programs", order]
+        made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        programs = {(queries, keys): digest for queries, keys, digest in json.loads(made.splitlines()[-1])}
+        for queries in sorted({queries for queries, _ in rows}):
+            mine = [x for x in of_mode if x["queries"] == queries and x["programs"] == programs[queries, x["keys"]]]
             other += sum(line["queries"] == queries for line in of_mode) - len(mine)
-            wrong = [line for line in mine if "error" in line]
-            right = {line["schedule"]: line for line in mine if "error" not in line}
-            if wrong:
-                failed += [f"{name} queries={queries} {line['schedule']}: {line['error'][-300:]}" for line in wrong]
-            elif len({line.get("digest") for line in right.values()}) > 1:
-                failed.append(f"{name} queries={queries}: dq differs from run to run")
-            elif len(right) == schedules:
-                commits = sorted({line["commit"] for line in right.values()})
+            right = {(x["keys"], x["schedule"]): x for x in mine if "error" not in x}
+            wrong = [f"{name} {queries} {x['keys']} {x['schedule']}: {x['error'][-300:]}" for x in mine if "error" in x]
+            for keys in module.KEYS:
+                if len({line.get("digest") for (k, _), line in right.items() if k == keys}) > 1:
+                    wrong.append(f"{name} {queries} {keys}: dq differs from run to run")
+            failed += wrong
+            if len(right) == len(wanted) and not wrong:
                 seconds = round(sum(line["seconds"] for line in right.values()))
-                row = {"mode": name, "queries": queries, "schedules": schedules, "seconds": seconds}
-                rows.append({**row, "programs": programs[queries], "commits": commits})
+                row = {"mode": name, "queries": queries, "runs": len(right), "seconds": seconds}
+                used = {part: sorted({line[part] for line in right.values()}) for part in ("programs", "commit")}
+                passed.append({**row, **used})
     return {
         "command": f"python -m tests.sm100.campaign {which} --schedules {schedules}",
         "keys": module.KEYS,
         "rows_of_the_list": len(module.MODES) * len(module.QUERIES),
+        "schedules": schedules,
         "runs_of_other_programs": other,
         "failed": failed,
-        "passed": rows,
+        "passed": passed,
     }
 
 
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("matrices", nargs="*", metavar="forward|backward|pairs", help="which lists (default: all)")
     parser.add_argument("--modes", nargs="+", help="some rows only")
     parser.add_argument("--queries", type=int, nargs="+")
+    parser.add_argument("--keys", nargs="+", help="some lists only")
     parser.add_argument("--schedules", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("campaign"))
@@ -241,10 +242,12 @@ def main() -> None:
     which = arguments.matrices or list(MATRICES)
     if arguments.mode:
         order = arguments.mode
-        todo = [(queries, schedule) for queries, schedule in order["todo"]]
+        todo = [(queries, keys, schedule) for queries, keys, schedule in order["todo"]]
         run_mode(order["which"], order["name"], todo, Places(tuple(order["ends"])), Path(order["file"]), order["commit"])
     elif arguments.programs:
-        print(json.dumps(Mode(**arguments.programs).programs))
+        order = arguments.programs
+        mode = Mode(order["which"], order["name"], [(queries, keys) for queries, keys in order["rows"]])
+        print(json.dumps([(*row, digest) for row, digest in mode.programs.items()]))
     elif arguments.merge:
         file, *folders = arguments.merge
         document = merge(folders, which[0], arguments.schedules)
@@ -257,8 +260,9 @@ def main() -> None:
 
         schedules = [str(s) for s in api.schedules(arguments.schedules)]
         tasks = [
-            {"which": kind, "name": name, "queries": queries, "schedule": schedule}
+            {"which": kind, "name": name, "queries": queries, "keys": keys, "schedule": schedule}
             for kind in which
+            for keys in arguments.keys or MATRICES[kind].KEYS
             for queries in arguments.queries or MATRICES[kind].QUERIES
             for name in arguments.modes or MATRICES[kind].MODES
             for schedule in schedules

@@ -8,7 +8,8 @@ from tests.emulator.kernels import Case
 from tests.sm100.cases import case
 
 QUERIES = (1, 128, 256, 512)
-KEYS = [0, 1, 31, 33, 127, 128, 129, 300, 700]
+KEYS = {"all": [0, 1, 31, 33, 127, 128, 129, 300, 700]}
+"""Keys of each sequence, by the name of the list: a row runs each list under each schedule."""
 TOKEN = ((32, 128), (32, 128), (32, 128))
 OUTSIDE = {"operand_scales": "outside"}
 MODES: dict[str, tuple[dict, dict]] = {
@@ -28,17 +29,17 @@ MODES: dict[str, tuple[dict, dict]] = {
 }
 
 
-def row(name: str, queries: int) -> tuple[dict, dict]:
+def row(name: str, queries: int, keys: list[int]) -> tuple[dict, dict]:
     """Problem and run arguments of one mode at ``queries`` rows a sequence."""
     problem_of, run_of = MODES[name]
-    problem_of, run_of = {"keys": KEYS, "heads": 1, **problem_of}, {"drawn": True, **run_of}
+    problem_of, run_of = {"keys": keys, "heads": 1, **problem_of}, {"drawn": True, **run_of}
     if problem_of.pop("dense", False):
-        problem_of["queries"] = [queries] * len(KEYS)
+        problem_of["queries"] = [queries] * len(keys)
     else:
         problem_of["shared"] = queries
     return problem_of, run_of
 
 
-def case_of(arch: str, name: str, queries: int) -> Case:
-    """One row as a case."""
-    return case(arch, *row(name, queries))
+def case_of(arch: str, name: str, queries: int, keys: str) -> Case:
+    """One row on one list of ``KEYS`` as a case."""
+    return case(arch, *row(name, queries, KEYS[keys]))
