@@ -1,9 +1,9 @@
 """The matrices on many cores: ``python -m tests.sm100.campaign forward backward pairs [--jobs 20] [--queries 256 512] --out FOLDER``.
 
-A mode is a process: it compiles its kernels and works out the references once, then forks a child for each run: a row (a mode at a number
-of queries) on one of its lists of keys under a schedule, the longest first. All modes share ``--jobs`` places. As a run ends, a JSON line goes
-to ``FOLDER/runs.jsonl`` (processor time, or what it raised), so that a campaign that is stopped has lost nothing but what was running;
-started again, it leaves out what is there. Each line names the programs that ran (``programs``: a digest of their PTX, no line numbers).
+A mode is a process: it compiles its kernels and works out the references once, then forks a child for each run, the longest first. A run is
+a row (a mode at a number of queries) on one of its lists of keys under a schedule. All modes share ``--jobs`` places. As a run ends, a JSON
+line goes to ``FOLDER/runs.jsonl`` (processor time, or what it raised), so that a campaign that is stopped has lost nothing but what was
+running; started again, it leaves out what is there. A line names the programs that ran (``programs``: a digest of PTX, no line numbers).
 
 ``--merge FILE FOLDER ...``: the rows of one matrix all of whose runs are right, as the document FILE. A run counts only if its programs are
 those that the sources make now: they are compiled again for that.
