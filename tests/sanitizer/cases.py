@@ -1,0 +1,145 @@
+"""Operations that ``compute-sanitizer`` and the emulator's race checker look at, and the process that runs them.
+
+    python -m tests.sanitizer.cases CASE --tool TOOL [--index N]       # under a tool, on a GPU; TOOL ``emulator``: in the emulator
+
+Lines that the tool names are those that a reader looks for: an access in a helper that reads or writes for its caller counts as its
+caller's.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "fused operations": [
+        ("rmsnorm_center_quantize", {}),
+        ("rmsnorm_center_quantize static", {}),
+        ("scatter_scales", {}),
+        ("gemm_quantize", {}),
+        ("gemm_quantize", {"dtype": "float32"}),
+        ("gemm_norm_backward", {}),
+    ],
+    "few queries": [("mx_attention", {}), ("mx_attention 40", {})],
+    "attention": [("mx_attention 140", {}), ("mx_attention 140", {"deterministic": False})],
+    "drop-in": [("flash_attn_varlen_func", {}), ("flash_attn_varlen_func", {"causal": True})],
+    "module": [("PMA static value_proj", {})],
+}
+"""Operations of each case, by their names in ``tests.properties.subjects``, and what is not the default of ``Choices``. In float32
+``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles."""
+LENGTHS = (0, 33, 130, 1, 300)
+SCHEDULES = 4
+"""Of the emulator."""
+HELPERS = {
+    *("inline_ptx", "effect", "store", "store_words", "store_half", "load_half", "load_words", "load_byte", "load_pair", "vector"),
+    *("shared_floats", "shared_ints", "shared_words", "strong_floats", "transposed_fragments", "bulk", "bulk_copy", "bulk_load"),
+}
+
+
+def to_caller(location: Any) -> Any:
+    """The innermost line of ours that is not in a helper, for the operation that is being built."""
+    from cutlass._mlir import ir
+
+    frame = sys._getframe(1)
+    while frame is not None and location is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if any(f"/{part}/" in path for part in ("lp_fa4", "fused_ops")) and name not in HELPERS:
+            return ir.Location.file(path, frame.f_lineno, 0)
+        frame = frame.f_back  # type: ignore[assignment]
+    return location
+
+
+@contextlib.contextmanager
+def listing() -> Iterator[list[str]]:
+    """Names of the kernels that are compiled meanwhile, with lines of callers."""
+    from unittest import mock
+
+    import lp_fa4.compile as compilation
+
+    kernels: list[str] = []
+    build = compilation.build
+
+    def listed(arch: str, function: Any, *arguments: Any) -> Any:
+        from cutlass._mlir_helpers.op import loc_transform
+
+        kernels.append(f"{type(function).__module__}.{type(function).__name__}")
+        with loc_transform(to_caller):
+            return build(arch, function, *arguments)
+
+    with mock.patch.multiple(compilation, build=listed, extra_options="--generate-line-info"):
+        yield kernels
+
+
+def operations(name: str, index: int | None, place: Any) -> list[Any]:
+    """Calls of a case, or one of them."""
+    import torch
+
+    from tests.properties.subjects import Choices, Sample, subjects_at
+
+    subjects = {s.name: s for s in subjects_at(place).values()}
+    samples = [Sample(n, 2 + 45 * (i % 3), 2, change="constant" if i == 1 else "") for i, n in enumerate(LENGTHS)]
+    calls = []
+    for subject, changes in CASES[name] if index is None else CASES[name][index : index + 1]:
+        given = {"dtype": "bfloat16", **changes}
+        choices = Choices(**{**given, "dtype": getattr(torch, given["dtype"])})
+        calls.append(lambda subject=subjects[subject], choices=choices: subject(samples, 7, choices))
+    return calls
+
+
+def on_gpu(name: str, index: int | None, rounds: int) -> list[str]:
+    """Run a case; returns the kernels that were compiled."""
+    with listing() as kernels:
+        import torch
+
+        from tests.properties.subjects import HOPPER
+
+        calls = operations(name, index, HOPPER)
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+    return kernels
+
+
+def in_emulator(name: str) -> list[str]:
+    """Run a case in the emulator, each operation under several schedules; raises at the race checker's first report."""
+    from tests.emulator import capture
+
+    capture.install("sm_90a")
+    with listing() as kernels:
+        from tests.properties.emulated import place_of
+
+        for call in operations(name, None, place_of("sm_90a", narrow=False)):
+            for _ in range(SCHEDULES):
+                call()
+    return kernels
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("case")
+    parser.add_argument("--tool", required=True)
+    parser.add_argument("--index", type=int)
+    chosen = parser.parse_args()
+    probe = chosen.case.removeprefix("probe: ")
+    if probe != chosen.case:
+        from tests.sanitizer import probes
+
+        if chosen.tool == "emulator":
+            print(f"reports: {probes.emulated('sm_90a', [probe], SCHEDULES)[probe]}")
+        else:
+            probes.launch(probe)
+        kernels = [probe]
+    elif chosen.tool == "emulator":
+        kernels = in_emulator(chosen.case)
+        print("reports: 0")
+    else:
+        kernels = on_gpu(chosen.case, chosen.index, 2 if chosen.index is None else 1)
+    print("kernels: " + json.dumps(sorted(set(kernels))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Why reports of ``compute-sanitizer`` are no errors, by kernel and function; nothing else is explained.
+
+Every reason names a probe (``probes``): the smallest kernel that is ordered in the same way, by PTX's memory model too. A record holds what
+the tool says of the probe beside what it says of our kernels, and a report counts as explained only if the tool reports the probe as well
+while the emulator's race checker, which follows mbarriers, named barriers and proxies, and does report the probe's wrong form, finds both
+the probe and the case clean (``report.evidence``).
+"""
+
+import ast
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.processes import ROOT
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``kernel``: module and class; ``write``, ``read``: ``file.py function`` of either access."""
+
+    kernel: str
+    write: str
+    read: str
+    probe: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Other:
+    """A report of another kind: the beginning of its text, its kernel and ``file.py function``."""
+
+    what: str
+    kernel: str
+    place: str
+    probe: str
+    reason: str
+
+
+FORWARD, STAGED, WEIGHT, BACKWARD = (
+    "forward_kernel Forward",
+    "staged StagedNorm",
+    "weight_gradient_codes WeightGradientOfCodes",
+    "backward_main BackwardMain",
+)
+PAIRS: tuple[Pair, ...] = ()
+OTHERS: tuple[Other, ...] = ()
+
+
+@functools.cache
+def _functions(path: Path) -> list[tuple[int, int, str]]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [(n.lineno, n.end_lineno or n.lineno, n.name) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+
+
+def sources(name: str, kernel: str = "") -> list[Path]:
+    """Files of that name among kernels; of several, those beside ``kernel``'s module."""
+    found = [p for package in ("lp_fa4", "fused_ops") for p in sorted((ROOT / package).rglob(name))]
+    module = kernel.split()[0] + ".py" if kernel else ""
+    beside = [p for p in found if (p.parent / module).is_file()]
+    return beside or found
+
+
+def function_of(place: str, kernel: str = "") -> str:
+    """``file.py function`` of ``file.py:line``: the innermost function there, or the place itself."""
+    name, _, line = place.partition(":")
+    for path in sources(name, kernel):
+        inside = [f for f in _functions(path) if f[0] <= int(line or 0) <= f[1]]
+        if inside:
+            return f"{name} {max(inside)[2]}"
+    return place
+
+
+def explain(report: dict[str, Any]) -> Pair | None:
+    """The explanation of a pair of accesses, if there is one."""
+    key = (report["kernel"], *report["functions"])
+    return next((p for p in PAIRS if (p.kernel, p.write, p.read) == key), None)
+
+
+def explain_other(report: dict[str, Any]) -> Other | None:
+    """The explanation of any other report."""
+    place = function_of(report["place"], report["kernel"])
+    return next((o for o in OTHERS if report["what"].startswith(o.what) and (o.kernel, o.place) == (report["kernel"], place)), None)

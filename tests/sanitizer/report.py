@@ -1,0 +1,122 @@
+"""What ``compute-sanitizer`` printed, as data: pairs of accesses, other reports, and whether each is explained (``pairs``)."""
+
+import itertools
+import re
+from typing import Any
+
+from tests.sanitizer.cases import CASES
+from tests.sanitizer.pairs import explain, explain_other, function_of
+from tests.sanitizer.probes import RACES
+
+ACCESS = re.compile(r"(Read|Write) (?:Thread \([^)]*\)|access) at (\S+?)(?:_object_at\S*|\+0x[0-9a-f]+) in (\S+)")
+ACCESS_ALONE = re.compile(r"at (\S+?)(?:_object_at\S*|\+0x[0-9a-f]+) in (\S+)")
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck", "emulator")
+
+
+def kernel_of(name: str) -> str:
+    """``module Class`` of a kernel's entry name."""
+    found = re.search(r"kernel_cutlass_kernel_(?:lp_fa4|fused_ops)(?:sm90|common)?([a-z_0-9]*)([A-Z]\w*)", name)
+    if not found:
+        return "probe" if "Probe" in name else name[:80]
+    module = found[1].removeprefix("rmsnorm_quantize").removeprefix("gemm_quantize").removeprefix("gemm_norm_backward")
+    return f"{module} {found[2]}"
+
+
+def parse(text: str, tool: str) -> dict[str, Any]:
+    """Summary lines; pairs of accesses, how often each was printed; other reports. Of the emulator, the number of its reports."""
+    if tool == "emulator":
+        found = re.search(r"^reports: (\d+)$", text, re.M)
+        return {"summary": [] if found else text.splitlines()[-1:], "reports": int(found[1]) if found else None}
+    lines = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
+    pairs: dict[tuple[str, str, str], int] = {}
+    others: dict[tuple[str, str, str], int] = {}
+    for i, line in enumerate(lines):
+        if "hazard detected" in line or "Race reported" in line:
+            follow = lines[i + 1 : i + 3] if "hazard" in line else list(itertools.takewhile(lambda x: x.startswith("and "), lines[i + 1 :]))
+            seen = [m for x in [line, *follow] for m in [ACCESS.search(x)] if m]
+            for other in seen[1:]:
+                write, read = (seen[0], other) if seen[0][1] == "Write" else (other, seen[0])
+                key = kernel_of(write[2]), write[3], read[3]
+                pairs[key] = pairs.get(key, 0) + 1
+            if len(seen) < 2:
+                others[line[:200], "", ""] = others.get((line[:200], "", ""), 0) + 1
+        elif re.match(r"Invalid|Uninitialized|Barrier error|Divergent|Leaked|Program hit|Out-of-range|Unused", line):
+            at = ACCESS_ALONE.search(lines[i + 1]) if i + 1 < len(lines) else None
+            key = (line, kernel_of(at[1]), at[2]) if at else (line, "", "")
+            others[key] = others.get(key, 0) + 1
+    return {
+        "summary": [line for line in lines if "SUMMARY" in line],
+        "pairs": [
+            {"kernel": k, "write": w, "read": r, "functions": [function_of(w, k), function_of(r, k)], "printed": n}
+            for (k, w, r), n in sorted(pairs.items())
+        ],
+        "others": [{"what": w, "kernel": k, "place": p, "printed": n} for (w, k, p), n in sorted(others.items())],
+    }
+
+
+def evidence(record: dict[str, Any], probe: str, tool: str) -> str:
+    """What is missing in the record for a probe to explain a tool's reports, or ``""``: the tool reports the probe, the emulator, whose
+    checker does report the same hand-over done wrong, does not; kernels of the case are clean there."""
+    found = {(r["tool"], r["case"].removeprefix("probe: ")): r for r in record["runs"] if r["case"].startswith("probe: ")}
+    by_tool, emulated = found.get((tool, probe)), found.get(("emulator", probe))
+    if by_tool is None or by_tool["exit"] or not (by_tool["pairs"] or by_tool["others"]):
+        return f"{tool} says nothing of the probe"
+    if tool != "racecheck":
+        return ""
+    if emulated is None or emulated["reports"] != 0:
+        return "the emulator has not found the probe clean"
+    wrong = [r for (t, p), r in found.items() if t == "emulator" and p in RACES and p.split(", ")[0] == probe.split(", ")[0]]
+    if not wrong or any(not r["reports"] for r in wrong):
+        return "the emulator has not found the wrong form of the probe"
+    return ""
+
+
+def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record of several, later runs in place of earlier ones of the same tool and case; every report with its reason if it has one."""
+    runs: dict[tuple, dict[str, Any]] = {}
+    for record in records:
+        for run in record["runs"]:
+            runs[run["tool"], run["case"], run.get("operation")] = run
+    out: dict[str, Any] = {"tool": next(r["tool"] for r in records if "tool" in r), "runs": list(runs.values())}
+    clean = {r["case"] for r in out["runs"] if r["tool"] == "emulator" and r["reports"] == 0}
+    for run in out["runs"]:
+        run.pop("unexplained", None)
+        if run["tool"] == "emulator":
+            run["unexplained"] = run["reports"] if not run["case"].startswith("probe: ") else 0
+            continue
+        for report in [*run["pairs"], *run["others"]]:
+            probe = run["case"].startswith("probe: ")
+            found = explain(report) if "write" in report else explain_other(report)
+            missing = ""
+            if found is not None and not probe:
+                missing = evidence(out, found.probe, run["tool"])
+                if not missing and run["tool"] == "racecheck" and run["case"] not in clean:
+                    missing = "the emulator has not found the case clean"
+            report["explained"] = found.reason if found is not None and not missing else None
+            report["probe"] = found.probe if found is not None else None
+            if missing:
+                report["missing"] = missing
+        said = [r for r in [*run["pairs"], *run["others"]] if r["explained"] is None]
+        run["unexplained"] = 0 if run["case"].startswith("probe: ") else len(said) if run["summary"] else None
+    out["environment"] = [r["environment"] for r in records]
+    return out
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown by case: reports of each tool that are not explained, explained ones behind a plus; "-" where a run did not end."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in record["runs"]:
+        runs.setdefault((run["case"], run["tool"]), []).append(run)
+
+    def cell(case: str, tool: str) -> str:
+        found = runs.get((case, tool), [])
+        if not found or any(r["exit"] or r["unexplained"] is None for r in found):
+            return "-"
+        known = {(p["kernel"], str(p.get("functions", p.get("place")))) for r in found for p in [*r.get("pairs", []), *r.get("others", [])]}
+        return str(sum(r["unexplained"] for r in found)) + (f" + {len(known)}" if known else "")
+
+    lines = ["| case | " + " | ".join(TOOLS) + " | kernels |", "|---" * (len(TOOLS) + 2) + "|"]
+    for case in CASES:
+        kernels = {k for (c, t), rs in runs.items() if c == case and t != "emulator" for r in rs for k in r["kernels"] or []}
+        lines.append(f"| {case} | " + " | ".join(cell(case, tool) for tool in TOOLS) + f" | {len(kernels)} |")
+    return "\n".join(lines)
