@@ -110,7 +110,7 @@ class Postpass:
         if const_expr(self.jagged):  # rows of dq past the last sequence
             for row in cutlass.range(Int32(offsets_q[batch]) + bid, Int32(dq.shape[0]), grid, unroll=1):
                 for i in cutlass.range(tid, heads * self.head_dim, THREADS, unroll=1):
-                    dq[row, i // self.head_dim, i % self.head_dim] = Float32(0.0)
+                    dq[row, i // self.head_dim, i % self.head_dim] = dq.element_type(0.0)
 
     @cute.jit
     def mean(self, offsets_q, offsets_k, sums, dv_mean, index, queries):
@@ -134,10 +134,11 @@ class Postpass:
             dv_mean[b, hk, tid] = total
 
 
-def build_postpass(arch: str, kernel: Postpass, offsets_dtype: str, scales: Any) -> Any:
+def build_postpass(arch: str, kernel: Postpass, offsets_dtype: str, scales: Any, dq_dtype: str = "float32") -> Any:
     """Compile ``kernel`` for ``arch``. Arguments at launch, in order:
 
-    partial: sums of dQ, fp32 or fp16, flat, buffers after one another; scales: as ``scales`` describes, or None; dq: fp32 ``[N, H, D]``;
+    partial: sums of dQ, fp32 or fp16, flat, buffers after one another; scales: as ``scales`` describes, or None; dq: ``dq_dtype``
+    ``[N, H, D]``;
     offsets_q (read if jagged), offsets_k: ``[B + 1]``; sums: fp32 ``[chunk rows, H, D]``, column sums of dO; dv_mean: fp32 ``[B, Hkv, D]``
     or None; queries (if not jagged); tile rows of a buffer; buffers; factor on FP32 sums.
     """
@@ -147,7 +148,7 @@ def build_postpass(arch: str, kernel: Postpass, offsets_dtype: str, scales: Any)
         kernel,
         fake("float16" if kernel.half else "float32", (symbol(),), align=16),
         scales,
-        fake("float32", (symbol(), heads, d), compact=True),
+        fake(dq_dtype, (symbol(), heads, d), compact=True),
         fake_offsets(offsets_dtype),
         fake_offsets(offsets_dtype),
         fake("float32", (symbol(), heads, d), compact=True),

@@ -58,6 +58,8 @@ from lp_fa4.sm90.backward_ops import (
 
 CODE_TARGET = 7
 """dS is brought to [128, 256) at the first tile: a factor of 1.75 to 3.5 is left under 448 before ``x`` must move."""
+SMALL_SHARE = 2.0**-6
+"""Shares of a query tile in the scale of q under which dS is coded for dK and for dQ separately (``BackwardSpec.tiles``)."""
 FIRST, STEADY = range(2)
 BARRIER_GROUP = 1
 """First of two named barriers, one a warpgroup."""
@@ -299,7 +301,12 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     warpgroup.wait_group(0)
     if const_expr(kind != FIRST and under):
         release(spec, bars.t_empty + last[0], w.peer)
-    score_gradients(spec, w, pairs, dP, stat, fv, Float32(1.0) if const_expr(kind == FIRST) else x)
+    share = common = Float32(1.0)
+    if const_expr(spec.tiles):  # of this tile's q in dK: in the codes of dS, and taken out again with their scale in dQ
+        share = shared_floats(stat + 4 * STAT_Q0, 1, 4)[0]
+        common = share if share >= SMALL_SHARE else Float32(1.0)
+    scale = Float32(1.0) if const_expr(kind == FIRST) else x
+    score_gradients(spec, w, pairs, dP, stat, fv, scale * common if const_expr(spec.tiles) else scale)
     if const_expr(kind == FIRST):
         x = first_exponent(w, dP, buffer)
     elif const_expr(spec.fold):
@@ -312,7 +319,15 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         if const_expr(kind != FIRST):
             x = recode_if_full(dP, w.dS, x, dK)
     cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
-    publish(spec, w, dP, w.dS, buffer, x)
+    if const_expr(spec.tiles):
+        codes = cute.make_rmem_tensor(8, Int32)
+        for i in cutlass.range_constexpr(8):
+            codes[i] = w.dS[i]
+        if share < SMALL_SHARE:
+            to_codes(dP, w.dS, (share, share))
+        publish(spec, w, dP, codes, buffer, x * common)
+    else:
+        publish(spec, w, dP, w.dS, buffer, x)
     return x
 
 

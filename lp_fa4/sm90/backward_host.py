@@ -59,7 +59,14 @@ def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> No
 
 
 def backward(
-    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+    problem: AttentionProblem,
+    result: ForwardResult,
+    dout: Tensor,
+    *,
+    deterministic: bool = False,
+    dlse: Tensor | None = None,
+    dq_dtype: torch.dtype = torch.float32,
+    whole: bool = False,
 ) -> Gradients:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` on a Hopper GPU; see ``Gradients`` for shapes.
 
@@ -68,11 +75,12 @@ def backward(
         dout: bf16 ``[R, H, D]``. dlse: fp32 ``[H, R]`` or None.
         deterministic: bitwise repeatable dQ (dK and dV always are). Shared queries: one dQ buffer a CTA. Others: one CTA takes all key
             tiles of a sequence and head in order, so fewer than one (sequence, head) pair a multiprocessor leaves some idle.
+        dq_dtype: of dq, fp32 or bf16. whole: dv with its mean part, added in FP32 before it is rounded, and no dv_mean.
 
     Raises: ``ValueError`` for what these kernels do not serve.
     """
     prepared = prepare_backward(problem, result, dout, deterministic=deterministic, dlse=dlse)
-    return finish_backward(problem, prepared, deterministic=deterministic)
+    return finish_backward(problem, prepared, deterministic=deterministic, dq_dtype=dq_dtype, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,11 @@ class _Sizes:
     replicas: int
 
 
-def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
+def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Sizes:
     device, batch, queries = p.device, p.batch, p.queries
     offsets_k, offsets_q = device_offsets(p)
     half = p.config.dq_dtype == torch.float16
+    fold = (not p.q.is_static and p.q.block[0] % QUERY_TILE != 0) or p.k.block[0] == 32
     spec = BackwardSpec(
         head_dim=p.head_dim,
         group=p.group,
@@ -99,7 +108,8 @@ def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
         centred=p.centred_backward,
         shared=p.shared_q,
         long=p.group > 1 or (p.rows if queries is None else queries) > CHUNK,
-        fold=not p.q.is_static or p.k.block[0] == 32,
+        fold=fold,
+        tiles=not fold and not p.q.is_static,
         mxfp8=p.config.grad_format == "mxfp8",
         k_static=p.k.is_static,
         v_static=p.v.is_static,
@@ -107,6 +117,8 @@ def _sizes(p: AttentionProblem, deterministic: bool) -> _Sizes:
         deterministic=deterministic,
         cluster=cluster_pays(p, deterministic),
         suffix=not p.centred_backward and p.config.fold_l_into_do,
+        whole=whole and p.centred_backward,
+        jagged=whole and p.centred_backward and queries is None,
     )
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
@@ -196,7 +208,14 @@ def prepare_backward(
     return spaces
 
 
-def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, deterministic: bool = False) -> Gradients:
+def finish_backward(
+    problem: AttentionProblem,
+    prepared: list[Tensor],
+    *,
+    deterministic: bool = False,
+    dq_dtype: torch.dtype = torch.float32,
+    whole: bool = False,
+) -> Gradients:
     """The backward's second half, from what ``prepare_backward`` returned for the same problem and choice."""
     p, device = problem, problem.device
     mxfp8 = p.config.grad_format == "mxfp8"
@@ -208,7 +227,7 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
 
     arch, d, kv_heads, batch, queries = arch_of(device), p.head_dim, p.kv_heads, p.batch, p.queries
     do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = prepared
-    z = _sizes(p, deterministic)
+    z = _sizes(p, deterministic, whole)
     spec, offsets_k, offsets_q = z.spec, z.offsets_k, z.offsets_q
     k, k_scale, _ = token_blocks(p.k, offsets_k)
     v, v_scale, _ = token_blocks(p.v, offsets_k)
@@ -222,8 +241,9 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
     groups = group_rows(p.tokens, batch) if mxfp8 else 1
     scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
     scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
-    dq = empty(torch.float32, *p.q.shape)
-    dv_mean = empty(torch.float32, batch, kv_heads, d) if spec.centred else None
+    dq = empty(dq_dtype, *p.q.shape)
+    apart = spec.centred and not spec.whole
+    dv_mean = empty(torch.float32, batch, kv_heads, d) if apart else None
     launch(
         compile_main(arch, spec),
         device,
@@ -247,7 +267,7 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
         ctas,
     )
     launch(
-        compile_postpass(arch, d, p.group, queries is None, p.shared_q, spec.centred, spec.dq_half, dtype_name(offsets_k)),
+        compile_postpass(arch, d, p.group, queries is None, p.shared_q, apart, spec.dq_half, dtype_name(offsets_k), dtype_name(dq)),
         device,
         partial.view(-1),
         dq_scale if spec.dq_half else None,

@@ -39,9 +39,11 @@ class BackwardSpec:
         causal: bottom-right aligned mask.
         centred: P - l/K instead of P in dV, whose coherent part the caller adds.
         suffix: P - l/K on query tiles that see all of a warp's keys, and their coherent part added here (see ``backward_suffix``).
+        whole: ``centred``, and the coherent part, ``sum dO / K``, is added here too. jagged: with ``whole``, queries come from offsets.
         shared: one set of queries for all sequences; dQ goes to ``replicas`` buffers.
         long: some key tile may meet more than one chunk (more than 1,024 queries, or grouped heads): partial sums leave the tensor core.
         fold: exponents of q or of k differ inside a tile, so dS is coded twice.
+        tiles: exponents of q differ from query tile to query tile, not inside one; those of k not inside a key tile.
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
         k_static, v_static: one exponent a head instead of one per 32 keys.
         dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence, also where queries are shared).
@@ -56,6 +58,7 @@ class BackwardSpec:
     shared: bool = True
     long: bool = False
     fold: bool = False
+    tiles: bool = False
     mxfp8: bool = False
     k_static: bool = True
     v_static: bool = True
@@ -63,6 +66,8 @@ class BackwardSpec:
     deterministic: bool = False
     cluster: bool = False
     suffix: bool = False
+    whole: bool = False
+    jagged: bool = False
 
     @property
     def item_keys(self) -> int:

@@ -20,7 +20,7 @@ from lp_fa4.sm90.backward_dq import dq_warps
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
 from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
-from lp_fa4.sm90.backward_store import add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
+from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
 REGISTERS = (32, 208, 64)
 """Feeding, computing and dQ warpgroups: 32 + 2 * 208 + 64 = 512 = 4 * 128, what the launch brings."""
@@ -396,12 +396,15 @@ class BackwardMain:
             self.add_earlier(w, dV, dv_factor, segments, scratch)
             self.add_earlier(w, dK, dk_factor, segments, scratch + KEY_TILE * d * 4)
             dv_factor, dk_factor = Float32(1.0), Float32(1.0)
-        if const_expr(spec.suffix):
+        if const_expr(spec.suffix or spec.whole):
             if const_expr(not spec.long):
                 for i in cutlass.range_constexpr(d // 2):
                     dV[i] = dV[i] * dv_factor
                 dv_factor = Float32(1.0)
-            add_suffix(spec, w, dV, item, kv_heads, grads.suffix)
+            if const_expr(spec.suffix):
+                add_suffix(spec, w, dV, item, kv_heads, grads.suffix)
+            else:
+                add_mean(spec, w, dV, item, kv_heads, grads.suffix)
         if const_expr(spec.mxfp8):
             sums = (
                 (dV, dv_factor, grads.dv + row * d, grads.dv_scale + scale),
@@ -431,7 +434,8 @@ def compile_main(arch: str, spec: BackwardSpec):
     ``[1]``, items in use; q_tiles, do_tiles: uint8 ``[tile rows, H, 2 * 64 * D]``, plain and turned; stats: fp32 ``[tile rows, H, 256]``;
     dq: fp32 or fp16 ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale:
     uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); suffix: fp32 ``[tile
-    rows, H, D]`` (unused unless ``suffix``); ints: dQ buffers, tile rows of a buffer, CTAs.
+    rows, H, D]``, or column sums of dO, ``[chunk rows, H, D]`` (unused unless ``suffix`` or ``whole``); ints: dQ buffers, tile rows of a
+    buffer, CTAs.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     rows = symbol()

@@ -2,12 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int64, const_expr
 
 from lp_fa4.common import backward_postpass as common
 from lp_fa4.common.numbers import effect
 from lp_fa4.compile import fake, kernel_cache, symbol
 from lp_fa4.sm90.backward_layout import CHUNK, QUERY_TILE
+from lp_fa4.sm90.backward_ops import bf16x2
 
 THREADS = common.THREADS
 
@@ -54,11 +55,24 @@ class Postpass(common.Postpass):
                     if row + 8 * r < place.left:
                         at = dq.iterator + cute.crd2idx((place.first + row + 8 * r, place.head, column), dq.layout)
                         two = [total[4 * c + 2 * r], total[4 * c + 2 * r + 1]]
-                        effect([at.toint(), *two], "st.global.v2.f32 [$0], {$1, $2};", "l,f,f")
+                        if const_expr(dq.element_type == BFloat16):
+                            effect([at.toint(), bf16x2(*two)], "st.global.b32 [$0], $1;", "l,r")
+                        else:
+                            effect([at.toint(), *two], "st.global.v2.f32 [$0], {$1, $2};", "l,f,f")
 
 
 @kernel_cache
-def compile_postpass(arch: str, head_dim: int, group: int, jagged: bool, shared: bool, centred: bool, half: bool, offsets_dtype: str):
+def compile_postpass(
+    arch: str,
+    head_dim: int,
+    group: int,
+    jagged: bool,
+    shared: bool,
+    centred: bool,
+    half: bool,
+    offsets_dtype: str,
+    dq_dtype: str = "float32",
+):
     """Compile for ``arch``; arguments: ``lp_fa4.common.backward_postpass.build_postpass``. Scales: fp32 ``[chunk rows, H]``."""
     scales = fake("float32", (symbol(), symbol()), align=4, compact=True) if half else None
-    return common.build_postpass(arch, Postpass(head_dim, group, jagged, shared, centred, half), offsets_dtype, scales)
+    return common.build_postpass(arch, Postpass(head_dim, group, jagged, shared, centred, half), offsets_dtype, scales, dq_dtype)

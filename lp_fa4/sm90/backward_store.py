@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, float_of, inverse_of_byte
-from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.backward_layout import CHUNK, CHUNK_TILES, KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.backward_load import shared_ints
 from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pick_pairs, pinned, redux_max, shared_floats, strong_floats
 
@@ -73,13 +73,33 @@ def add_suffix(spec, w, dV, item, kv_heads, suffix: Int64):
     if tile < item.tiles:
         for g in cutlass.range_constexpr(spec.group):
             row = Int64(item.qrow + tile) * (kv_heads * spec.group) + item.hk * spec.group + g
-            at = suffix + row * (4 * spec.head_dim) + 8 * (lane % 4)
-            for j in cutlass.range_constexpr(spec.head_dim // 8):
-                pointer = cute.make_ptr(Float32, at + 32 * j, cute.AddressSpace.gmem, assumed_align=8)
-                two = cute.make_rmem_tensor(2, Float32)
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), two)
-                for i in cutlass.range_constexpr(4):
-                    dV[4 * j + i] = dV[4 * j + i] + two[i % 2]
+            add_row(spec, lane, dV, suffix + row * (4 * spec.head_dim), Float32(1.0))
+
+
+@cute.jit
+def add_mean(spec, w, dV, item, kv_heads, sums: Int64):
+    """Add the coherent part of dV where P is centred by the caller: column sums of dO over the sequence's chunks, divided by its keys."""
+    lane, chunks = pinned(w.lane), (item.qlen + (CHUNK - 1)) // CHUNK
+    first = item.b * chunks
+    if const_expr(spec.jagged):
+        first = (item.qrow - item.b) // CHUNK_TILES + item.b
+    share = Float32(1.0) / Float32(item.klen)
+    for c in cutlass.range(chunks, unroll=1):
+        for g in cutlass.range_constexpr(spec.group):
+            row = Int64(first + c) * (kv_heads * spec.group) + item.hk * spec.group + g
+            add_row(spec, lane, dV, sums + row * (4 * spec.head_dim), share)
+
+
+@cute.jit
+def add_row(spec, lane, dV, row: Int64, factor):
+    """Add ``factor`` times the FP32 row at byte address ``row`` to every key's row of an accumulator."""
+    at = row + 8 * (lane % 4)
+    for j in cutlass.range_constexpr(spec.head_dim // 8):
+        pointer = cute.make_ptr(Float32, at + 32 * j, cute.AddressSpace.gmem, assumed_align=8)
+        two = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), two)
+        for i in cutlass.range_constexpr(4):
+            dV[4 * j + i] = dV[4 * j + i] + two[i % 2] * factor
 
 
 def staged_row(spec) -> int:

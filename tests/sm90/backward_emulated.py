@@ -3,7 +3,8 @@
     python -m tests.sm90.backward_emulated '{"lengths": [100, 31], "queries": 70}' [SCHEDULE:SEED ...]
 
 Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
-``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths). Prints
+``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths),
+``whole`` (true: dV with its mean part, BF16 dQ), ``fall`` (q times two to this from row 128 on). Prints
 one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
 reference. A process of its own: the emulated architecture is fixed at import.
 """
@@ -30,13 +31,17 @@ def main(text: str, schedules: list[str]) -> None:
     cluster_keys = 0 if fields.pop("cluster", False) else None
     dq_dtype = getattr(torch, fields.pop("dq_dtype", "float32"))
     problems.DEVICE = torch.device("cpu")
+    whole, fall = fields.pop("whole", False), fields.pop("fall", 0)
     case = problems.Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-    p = case.make()
+    p = case.make(edit=lambda q, k, v, offsets: q[128:].mul_(2.0**fall))
     p = dataclasses.replace(p, config=p.config.with_(grad_format=grads, dq_dtype=dq_dtype))
     result = reference.forward(p)
     size = of_all * growth ** (torch.arange(p.rows) // 40).float()
     dout = (torch.randn(p.rows, p.heads, p.head_dim, generator=torch.Generator().manual_seed(5)) * size[:, None, None]).bfloat16()
     theirs = reference.backward(p, result, dout)
+    if whole:
+        mean = theirs.dv_mean[problems.row_sequences(p.offsets_k, p.tokens)]
+        theirs = theirs._replace(dv=theirs.dv.float() + mean, dv_mean=None)
 
     def call():
         from lp_fa4.sm90 import backward_host as module
@@ -48,7 +53,8 @@ def main(text: str, schedules: list[str]) -> None:
             mock.patch.object(module, "multiprocessors", lambda device: MULTIPROCESSORS),
             mock.patch.object(module, "CLUSTER_KEYS", cluster_keys),
         ):
-            return module.backward(p, result, dout, deterministic=deterministic)
+            kinds = dict(whole=True, dq_dtype=torch.bfloat16) if whole else {}
+            return module.backward(p, result, dout, deterministic=deterministic, **kinds)
 
     for name in schedules:
         kind, _, seed = name.partition(":")

@@ -24,7 +24,7 @@ VARIANTS = [
     {"shared": False, "long": True, "cluster": True},
     {"shared": False, "long": True, "causal": True, "centred": False, "suffix": True, "fold": True, "k_static": False, "v_static": False},
     {"shared": False, "long": True, "causal": True, "centred": False, "suffix": True, "mxfp8": True},
-    {"shared": False, "long": True, "group": 4},
+    {"shared": False, "long": True, "group": 4, "tiles": True, "whole": True, "jagged": True, "k_static": False, "v_static": False},
     {"head_dim": 64, "shared": False, "fold": True, "k_static": False, "v_static": False, "dq_half": True},
 ]
 
@@ -69,4 +69,4 @@ def test_other_kernels_compile(dtype):
         compile_prepass("sm_90a", spec, dtype, spec is other)
     compile_suffix("sm_90a", 64, True, dtype)
     compile_postpass("sm_90a", 128, 1, False, True, True, False, dtype)
-    compile_postpass("sm_90a", 64, 4, True, False, False, True, dtype)
+    compile_postpass("sm_90a", 64, 4, True, False, False, True, dtype, "bfloat16")

@@ -22,7 +22,9 @@ CASES = {
     ),
     "causal, square blocks": dict(lengths=[150, 40], queries=[150, 70], heads=1, kv_heads=1, shared=False, causal=True, block=[32, 32]),
     "causal, grouped heads": dict(lengths=[150, 40], queries=[150, 70], heads=2, kv_heads=1, shared=False, causal=True),
-    "FP16 dQ, partial sums": dict(lengths=[100], queries=140, heads=2, kv_heads=1, shared=False, block=[128, 128], dq_dtype="float16"),
+    "FP16 dQ, partial sums, dV whole, BF16 results, q small from its second tile on": dict(
+        lengths=[100], queries=200, heads=2, kv_heads=1, shared=False, block=[128, 128], dq_dtype="float16", whole=True, fall=-9
+    ),
     "two CTAs, empty tiles, scale moves at the end": dict(
         lengths=[300, 5], queries=140, heads=1, kv_heads=1, block=[32, 128], grads="mxfp8", dq_dtype="float16", cluster=True
     ),
