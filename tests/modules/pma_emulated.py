@@ -1,10 +1,12 @@
 """The whole module on one architecture's kernels, in the emulator: a function for ``tests.emulator.worker`` (``Worker(arch).call``).
 
 Every operation is told to run as that architecture's kernel or to raise, so that nothing of a step can be the reference's in silence.
+``python -m tests.modules.pma_emulated``: the steps of ``STEPS`` on ``sm_100a``, one JSON line each.
 """
 
 import contextlib
 import importlib
+import json
 import re
 import sys
 from collections import Counter
@@ -14,6 +16,14 @@ from unittest import mock
 
 from tests.emulator.api import Result, Schedule
 from tests.emulator.waivers import OURS_SM90
+
+LENGTHS = [33, 0, 70, 1]
+STEPS: dict[str, dict[str, Any]] = {
+    "square": {"dim": 128, "heads": 2, "seeds": 64, "numerics": {"scales": "square", "key_projection": "e4m3x2"}},
+    "token": {"dim": 128, "heads": 1, "seeds": 40, "numerics": {"scales": "token", "key_projection": "bf16"}, "value_proj": True},
+}
+"""Training steps that take every operation's kernel for Blackwell: heads of 64 with 32 x 32 blocks and E4M3 weights; a head of 128 with
+token blocks, BF16 weights and a value projection."""
 
 
 @contextlib.contextmanager
@@ -55,8 +65,8 @@ def compare(
     schedule: str = "eager",
 ) -> dict:
     """Decibels of a module's output and gradients against FP64, by tensor: ``found`` by the kernels, ``allowed`` by the CPU reference with
-    the same choices. ``kernels``: launches by kernel; ``targets``: what they were compiled for. ``clean``: rows past the end and empty
-    samples are exactly 0. ``numerics``: fields of ``modules.Numerics``."""
+    the same choices; ``apart``: of the kernels' against that reference's. ``kernels``: launches by kernel; ``targets``: what they were
+    compiled for. ``clean``: rows past the end and empty samples are exactly 0. ``numerics``: fields of ``modules.Numerics``."""
     import torch
 
     from modules import Numerics
@@ -75,7 +85,18 @@ def compare(
     return {
         "found": {k: float(v) for k, v in ratios(got, truth).items()},
         "allowed": {k: float(v) for k, v in ratios(want, truth).items()},
+        "apart": {k: float(v) for k, v in ratios(got, want).items()},
         "kernels": Counter(short(launch.name) for launch in result.launches),
         "targets": sorted({m[1] for launch in result.launches if (m := re.search(r"\.target\s+(\w+)", launch.ptx))}),
         "clean": not bool(got[1][used:].any()) and not any(bool(got[0][b].any()) for b in empty),
     }
+
+
+def main() -> None:
+    """Print one JSON line per step of ``STEPS``."""
+    for name, step in STEPS.items():
+        print(json.dumps({"name": name, **compare("sm_100a", lengths=LENGTHS, **step)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.emulator.worker import Worker
+from tests.modules.pma_emulated import LENGTHS, STEPS
 
 pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
 pytestmark = pytest.mark.emulator
 
-BATCH = {"lengths": [33, 0, 70, 1]}
 NORM = ("rmsnorm_quantizevectors SampledMean", "rmsnorm_quantizestaged StagedNorm", "commonsequence_vectors SumTiles")
 WEIGHTS = ("gemm_quantizeweights_kernel ProjectionWeight", "gemm_quantizeweights_kernel Bound")
 BACK = ("gemm_norm_backwardweight_gradient WeightGradient", "gemm_norm_backwardinput_gradient InputGradient")
@@ -30,7 +30,7 @@ def compare(arch: str, **arguments) -> dict:
     reference with the same choices, zeros where they are due, every launch compiled for ``arch``."""
     worker = Worker(arch)
     try:
-        report = worker.call("tests.modules.pma_emulated:compare", **BATCH, **arguments)
+        report = worker.call("tests.modules.pma_emulated:compare", lengths=LENGTHS, **arguments)
     finally:
         worker.close()
     found, allowed = report["found"], report["allowed"]
@@ -46,17 +46,10 @@ def test_hopper():
         assert part in ran, (part, ran)
 
 
-@pytest.mark.parametrize(
-    "arguments, products",
-    [
-        ({"heads": 2, "seeds": 64, "numerics": {"scales": "square", "key_projection": "e4m3x2"}}, 1),
-        ({"heads": 1, "seeds": 40, "numerics": {"scales": "token", "key_projection": "bf16"}, "value_proj": True}, 2),
-    ],
-)
-def test_blackwell(arguments, products):
-    """Every fused operation of forward and backward is launched, as code for sm_100a, and nothing else is: heads of 64 with 32 x 32 blocks
-    and E4M3 weights, a head of 128 with token blocks, BF16 weights and a value projection."""
-    ran = compare("sm_100a", dim=128, **arguments)
+@pytest.mark.parametrize("step, products", [("square", 1), ("token", 2)])
+def test_blackwell(step, products):
+    """Every fused operation of forward and backward is launched, as code for sm_100a, and nothing else is (``STEPS``)."""
+    ran = compare("sm_100a", **STEPS[step])
     assert set(ran) == {*BLACKWELL, "sm90worklist WorkList"}, ran
     assert ran["gemm_quantizesm100 BlackwellGemm"] == products
     once = ("rmsnorm_quantizestaged StagedNorm", "sm100forward_kernel Forward", "sm100backward_kernel Backward", *BACK)
