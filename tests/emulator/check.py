@@ -43,6 +43,7 @@ from .ptx import Instr, Mem, Not, Pair, Reg, TensorMem, Vec
 
 MAX_REPORTS = 200
 _WORD_SHIFT = CTA_SHIFT - 2
+_STEPS = np.arange(64)
 
 
 @dataclass(frozen=True)
@@ -86,26 +87,43 @@ class Waivers:
 
 
 class Shadow:
-    """Last writer and last reads of a flat array of cells."""
+    """Last writer and last reads of a flat array of cells.
 
-    def __init__(self, cells: int) -> None:
+    Writes are numbered; a cell holds the number of its last one (0: never written). Reads are kept per agent, as epoch and site in
+    one number. ``last_read``: by agent and region of cells, so that a write looks only at agents that have read near it.
+    """
+
+    REGION = 9  # log2 of a region's cells
+
+    def __init__(self, cells: int, capacity: int) -> None:
         self.cells = cells
-        self.agent = np.zeros(cells, np.int16)
-        self.epoch = np.zeros(cells, i32)
-        self.asynchronous = np.zeros(cells, np.bool_)
-        self.site = np.zeros(cells, i32)
-        #: reading agent → epoch and site per cell
-        self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.last_read: dict[int, int] = {}
+        self.write = np.zeros(cells, i32)
+        self.writes: Any = np.zeros((256, 4), i32)  # agent, epoch, asynchronous, site of each write by its number
+        self.count, self.last = 1, (0, 0, False, 0)
+        #: reading agent → ``epoch << 32 | site`` per cell
+        self.reads: dict[int, np.ndarray] = {}
+        self.last_read = np.zeros(((cells >> self.REGION) + 1, capacity), i32)
         #: latest epoch of any access, by agent
         self.last_touch: dict[int, int] = {}
 
-    def reader(self, agent: int) -> tuple[np.ndarray, np.ndarray]:
+    def number(self, agent: int, epoch: int, asynchronous: bool, site: int) -> int:
+        """A write's number."""
+        this = (agent, epoch, asynchronous, site)
+        if this != self.last:
+            if self.count == len(self.writes):
+                self.writes = np.concatenate([self.writes, np.zeros_like(self.writes)])
+            self.writes[self.count] = self.last = this
+            self.count += 1
+        return self.count - 1
+
+    def reader(self, agent: int) -> np.ndarray:
         found = self.reads.get(agent)
         if found is None:
-            found = self.reads[agent] = (np.zeros(self.cells, i32), np.zeros(self.cells, i32))
-            self.last_read[agent] = 0
+            found = self.reads[agent] = np.zeros(self.cells, np.int64)
         return found
+
+
+_all, _any, _most = np.logical_and.reduce, np.logical_or.reduce, np.maximum.reduce
 
 
 class Token:
@@ -303,9 +321,11 @@ class Checker:
         self.names: list[Any] = []
         self.keys: dict[Any, int] = {}
         self.words_per_rank = cluster.memory.shared_size // 4 + 1
-        self.shared = Shadow(self.words_per_rank * ranks)
-        self.tmem = Shadow(4 * TensorMemory.COLUMNS * ranks)
+        self.shared = Shadow(self.words_per_rank * ranks, self.capacity)
+        self.tmem = Shadow(4 * TensorMemory.COLUMNS * ranks, self.capacity)
         self.is_barrier = np.zeros(self.words_per_rank * ranks, np.bool_)
+        #: first cell of any mbarrier and the one past the last
+        self.barrier_span = (1 << 40, 0)
         self.barrier_origin: dict[int, tuple[int, int, int]] = {}
         self.sites: list[tuple[Any, Instr]] = []
         self.site_keys: dict[tuple[int, int], int] = {}
@@ -393,55 +413,68 @@ class Checker:
     ) -> None:  # fmt: skip
         """Check an access of cells ``idx`` (an index array or a slice) against the shadow, then record it."""
         g.clock.acted()
-        if not asynchronous and space == "shared":
+        crossing = asynchronous and space == "shared"
+        if crossing:
+            if self.fence_marks:
+                after = {i for i, a, e in self.fence_marks if vc[0][a] > e}
+                if after:
+                    self.machine.ordered |= after
+                    self.fence_marks = [x for x in self.fence_marks if x[0] not in after]
+        elif space == "shared":
             self.generic_touches[agent] = epoch
-        elif asynchronous and space == "shared" and self.fence_marks:
-            after = {i for i, a, e in self.fence_marks if vc[0][a] > e}
-            if after:
-                self.machine.ordered |= after
-                self.fence_marks = [x for x in self.fence_marks if x[0] not in after]
-        agents, epochs = shadow.agent[idx], shadow.epoch[idx]
-        known = vc[0][agents]
-        if asynchronous and space == "shared":
-            visible = np.where(shadow.asynchronous[idx], known, vc[1][agents])
-            bad = visible < epochs
-        else:
-            bad = known < epochs
         shadow.last_touch[agent] = epoch
-        if in_order:
-            bad &= agents != agent
-        if bad.any():
-            i = int(np.argmax(bad))
-            cell = self._cell(idx, i)
-            unordered = int(known[i]) < int(epochs[i])
-            kind = ("write after write" if write else "read after write") if unordered else "missing proxy fence"
-            self._race(kind, space, cell, int(agents[i]), int(shadow.site[cell]), g, I, not unordered)
-        if write:
-            crossing = asynchronous and space == "shared"
-            for r, last in shadow.last_read.items():
-                row = 1 if crossing and self.generic_touches[r] else 0
-                known_reads = vc[row][r]
-                if last <= known_reads or (in_order and r == agent):
-                    continue
-                read_epochs, read_sites = shadow.reads[r]
-                late = read_epochs[idx] > known_reads
-                if late.any():
-                    cell = self._cell(idx, int(np.argmax(late)))
-                    fence = bool(row) and int(read_epochs[cell]) <= int(vc[0][r])
-                    self._race("missing proxy fence" if fence else "write after read", space, cell, r, int(read_sites[cell]), g, I, fence)
-            shadow.agent[idx] = agent
-            shadow.epoch[idx] = epoch
-            shadow.asynchronous[idx] = asynchronous
-            shadow.site[idx] = site
+        before, known = shadow.write[idx], vc[0]
+        first = int(before[0])
+        if _all(before == first):  # one write filled these cells
+            writer, wrote, by_async, _ = shadow.writes[first].tolist()
+            if (vc[1] if crossing and not by_async else known)[writer] < wrote and not (in_order and writer == agent):
+                self._conflict(shadow, space, idx, 0, known, g, I, write)
+            unwritten = 0 if wrote == 0 else -1
         else:
-            if not epochs.all() and not {I.loc, I.loc.split(":")[0]} & self.waivers.uninitialised:
-                cell = self._cell(idx, int(np.argmin(epochs)))
-                self._uninitialised(space, cell, g, I)
-            read_epochs, read_sites = shadow.reader(agent)
-            read_epochs[idx] = epoch
-            read_sites[idx] = site
-            if epoch > shadow.last_read[agent]:
-                shadow.last_read[agent] = epoch
+            writers, epochs, by_asyncs, _ = shadow.writes.take(before, 0).T
+            visible = np.where(by_asyncs, known[writers], vc[1][writers]) if crossing else known[writers]
+            bad = visible < epochs
+            if in_order:
+                bad &= writers != agent
+            if _any(bad):
+                self._conflict(shadow, space, idx, int(np.argmax(bad)), known, g, I, write)
+            unwritten = -1 if write or _all(epochs) else int(np.argmin(epochs))
+        if isinstance(idx, slice):
+            region = slice(idx.start >> Shadow.REGION, (idx.stop - 1 >> Shadow.REGION) + 1)
+        else:
+            region = slice(int(np.minimum.reduce(idx)) >> Shadow.REGION, (int(_most(idx)) >> Shadow.REGION) + 1)
+        if write:
+            near = shadow.last_read[region]
+            latest = near[0] if len(near) == 1 else _most(near)
+            visible = np.where(self.generic_touches, vc[1], known) if crossing else known
+            late_readers = latest > visible
+            if in_order:
+                late_readers[agent] = False
+            if _any(late_readers):
+                for r in [r for r in shadow.reads if late_readers[r]]:
+                    reads = shadow.reads[r][idx]
+                    late = reads >> 32 > visible[r]
+                    if _any(late):
+                        i = int(np.argmax(late))
+                        fence = crossing and bool(self.generic_touches[r]) and int(reads[i]) >> 32 <= known[r]
+                        site_of_read = int(reads[i]) & 0xFFFFFFFF
+                        kind = "missing proxy fence" if fence else "write after read"
+                        self._race(kind, space, self._cell(idx, i), r, site_of_read, g, I, fence)
+            shadow.write[idx] = shadow.number(agent, epoch, asynchronous, site)
+        else:
+            if unwritten >= 0 and not {I.loc, I.loc.split(":")[0]} & self.waivers.uninitialised:
+                self._uninitialised(space, self._cell(idx, unwritten), g, I)
+            shadow.reader(agent)[idx] = epoch << 32 | site
+            last = shadow.last_read[region, agent]
+            np.maximum(last, epoch, out=last)
+
+    def _conflict(self, shadow: Shadow, space: str, idx: Any, i: int, known: np.ndarray, g: Any, I: Instr, write: bool) -> None:
+        """Report an access of cell ``idx[i]`` that does not know of the last write there."""
+        cell = self._cell(idx, i)
+        writer, wrote, _, site = shadow.writes[shadow.write[cell]].tolist()
+        unordered = int(known[writer]) < wrote
+        kind = ("write after write" if write else "read after write") if unordered else "missing proxy fence"
+        self._race(kind, space, cell, writer, site, g, I, not unordered)
 
     @staticmethod
     def _cell(idx: Any, i: int) -> int:
@@ -459,10 +492,12 @@ class Checker:
 
     def _shared_cells(self, a: np.ndarray, n: int) -> np.ndarray:
         """Cells of ``n`` bytes at each shared-window address."""
-        first = (a >> CTA_SHIFT) * self.words_per_rank + ((a & 0xFFFFFF) >> 2)
+        first = a >> 2
+        if len(self.cluster.ctas) > 1:
+            first = (a >> CTA_SHIFT) * self.words_per_rank + (first & ((1 << _WORD_SHIFT) - 1))
         if n <= 4:
             return first
-        return (first[:, None] + np.arange(n // 4)).reshape(-1)
+        return (first[:, None] + _STEPS[: n // 4]).reshape(-1)
 
     def _shared_slice(self, a: int, n: int) -> slice:
         first = (a >> CTA_SHIFT) * self.words_per_rank + ((a & 0xFFFFFF) >> 2)
@@ -472,7 +507,7 @@ class Checker:
     def warp_access(self, g: Any, I: Instr, a: np.ndarray, n: int, write: bool) -> None:
         """A generic-proxy access of shared memory by a warp."""
         c, idx = g.clock, self._shared_cells(a, n)
-        if self.is_barrier[idx].any():
+        if self.barrier_span[0] <= _most(idx) and np.minimum.reduce(idx) < self.barrier_span[1] and _any(self.is_barrier[idx]):
             cell = self._cell(idx, int(np.argmax(self.is_barrier[idx])))
             rank, word = divmod(cell, self.words_per_rank)
             self.report(
@@ -494,7 +529,9 @@ class Checker:
             b.sequence = old.sequence
         c = g.clock
         self.barrier_origin[b.address] = (c.agent, int(c.vc[0, c.agent]), self.site(g, I))
-        self.is_barrier[self._shared_slice(b.address, 8)] = True
+        cells = self._shared_slice(b.address, 8)
+        self.is_barrier[cells] = True
+        self.barrier_span = min(self.barrier_span[0], cells.start), max(self.barrier_span[1], cells.stop)
 
     def barrier_inval(self, address: int) -> None:
         self.is_barrier[self._shared_slice(address, 8)] = False
@@ -665,7 +702,7 @@ class Checker:
 
     def tmem_allocated(self, rank: int, column: int, n: int) -> None:
         for idx in self._columns(rank, 15, column, n):
-            self.tmem.epoch[idx] = 0
+            self.tmem.write[idx] = 0
 
     def tmem_freed(self, g: Any, I: Instr, column: int, n: int) -> None:
         """Freeing is a write: everything that touched the columns must be over."""
@@ -729,12 +766,12 @@ class Checker:
         """The exit as a write of the CTA's words."""
         shadow, words = self.shared, self.words_per_rank
         mine = slice(cta.rank * words, (cta.rank + 1) * words)
-        agents = shadow.agent[mine]
-        unknown = [(agents, shadow.site[mine], known[agents] < shadow.epoch[mine])]
-        for r, last in shadow.last_read.items():
-            if last > known[r]:
-                epochs, sites = shadow.reads[r]
-                unknown.append((np.full(words, r), sites[mine], epochs[mine] > known[r]))
+        agents, epochs, _, sites = shadow.writes.take(shadow.write[mine], 0).T
+        unknown = [(agents, sites, known[agents] < epochs)]
+        for r, reads in shadow.reads.items():
+            late = reads[mine] >> 32 > known[r]
+            if _any(late):
+                unknown.append((np.full(words, r), reads[mine] & 0xFFFFFFFF, late))
         for by, sites, late in unknown:
             cells = np.flatnonzero(late)
             for site, i in zip(*np.unique(sites[cells], return_index=True), strict=True):

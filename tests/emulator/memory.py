@@ -32,6 +32,8 @@ SHARED_LIMIT = 228 * 1024
 CTA_SHIFT = 24
 
 _BASE = 4096
+_min, _max, _or = np.minimum.reduce, np.maximum.reduce, np.bitwise_or.reduce
+_SHIFT = {1 << i: i for i in range(8)}
 
 
 class _WholeMemory:
@@ -94,7 +96,7 @@ class GlobalMemory:
         """Check ``n`` bytes at each address."""
         if not a.size:
             return
-        lo, hi = int(a.min()), int(a.max()) + n
+        lo, hi = int(_min(a, None)), int(_max(a, None)) + n
         if self._last[0] <= lo and hi <= self._last[1]:
             return
         i = bisect_right(self._starts, lo) - 1
@@ -123,8 +125,13 @@ class ClusterMemory:
     # --- checks --------------------------------------------------------------------------------------------------
     def check_shared(self, a: np.ndarray, n: int, what: Any) -> None:
         """Each ``[a, a + n)`` must lie in the shared memory of a CTA of the cluster."""
+        if not a.size:
+            return
+        lo, hi = int(_min(a, None)), int(_max(a, None))
+        if lo >= 0 and lo >> CTA_SHIFT == hi >> CTA_SHIFT < self.ranks and (hi & 0xFFFFFF) + n <= self.shared_size:
+            return
         offset = a & 0xFFFFFF
-        if a.size and (int(a.max()) >> CTA_SHIFT >= self.ranks or int(a.min()) < 0 or int(offset.max()) + n > self.shared_size):
+        if int(a.max()) >> CTA_SHIFT >= self.ranks or int(a.min()) < 0 or int(offset.max()) + n > self.shared_size:
             bad = int(a[np.argmax((a >> CTA_SHIFT >= self.ranks) | (a < 0) | (offset + n > self.shared_size))])
             raise MemoryFaultError(
                 f"shared access of {n} bytes at {bad:#x} is outside the {self.shared_size:#x} bytes of a CTA "
@@ -137,7 +144,7 @@ class ClusterMemory:
 
     @staticmethod
     def _aligned(a: np.ndarray, n: int, I: Instr) -> None:
-        if (a & (n - 1)).any():
+        if int(_or(a, None)) & (n - 1):
             bad = int(a[np.argmax((a & (n - 1)) != 0)])
             raise MemoryFaultError(f"address {bad:#x} is not aligned to the {n} bytes accessed; {I.where()}")
 
@@ -148,7 +155,7 @@ class ClusterMemory:
         n = size * count
         self._aligned(a, n, I)
         self.globals.check(a, n, lambda: g.where(I))
-        return HOST[size, count][(a - _BASE) // n]
+        return HOST[size, count][(a - _BASE) >> _SHIFT[n]]
 
     def store_global(self, g: Gang, I: Instr, m: Any, a: np.ndarray, v: np.ndarray) -> None:
         if m is not None:
@@ -157,7 +164,7 @@ class ClusterMemory:
         n = size * count
         self._aligned(a, n, I)
         self.globals.check(a, n, lambda: g.where(I))
-        HOST[size, count][(a - _BASE) // n] = v
+        HOST[size, count][(a - _BASE) >> _SHIFT[n]] = v
         self.machine.events += 1
 
     load_const = load_global
@@ -166,7 +173,7 @@ class ClusterMemory:
         a = a if m is None else a[m]
         self._aligned(a, size * count, I)
         self.globals.check(a, size * count, lambda: g.where(I))
-        return HOST[size, count][(a - _BASE) // (size * count)]
+        return HOST[size, count][(a - _BASE) >> _SHIFT[size * count]]
 
     # --- shared --------------------------------------------------------------------------------------------------
     def load_shared(self, g: Gang, I: Instr, m: Any, a: np.ndarray, size: int, count: int) -> np.ndarray:
@@ -177,7 +184,7 @@ class ClusterMemory:
         self.check_shared(a, n, lambda: g.where(I))
         if self.checker is not None:
             self.checker.warp_access(g, I, a, n, write=False)
-        return self.views[size, count][a // n]
+        return self.views[size, count][a >> _SHIFT[n]]
 
     def store_shared(self, g: Gang, I: Instr, m: Any, a: np.ndarray, v: np.ndarray) -> None:
         if m is not None:
@@ -188,7 +195,7 @@ class ClusterMemory:
         self.check_shared(a, n, lambda: g.where(I))
         if self.checker is not None:
             self.checker.warp_access(g, I, a, n, write=True)
-        self.views[size, count][a // n] = v
+        self.views[size, count][a >> _SHIFT[n]] = v
 
     # --- generic: the shared window, local rows and global memory are disjoint host ranges -----------------------
     def _in_shared(self, a: np.ndarray, m: Any, g: Gang, I: Instr) -> bool:
