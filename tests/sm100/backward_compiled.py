@@ -34,7 +34,7 @@ def compile_variant(arch: str, name: str, folder: Path) -> dict:
     before = set(folder.glob("*.cubin"))
     (compile_pair if pair else compile_main)(arch, spec, tuning)
     (cubin,) = set(folder.glob("*.cubin")) - before
-    report = inspect(cubin)
+    report = inspect(cubin, masked_first=True)
     if keep := os.environ.get("KEEP_CUBIN"):
         cubin.rename(Path(keep) / f"{name}_{arch}.cubin")
     else:

@@ -45,8 +45,8 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def inspect(cubin: Path) -> dict:
-    """Resources and instruction counts of a compiled kernel."""
+def inspect(cubin: Path, masked_first: bool = False) -> dict:
+    """Resources and instruction counts of a compiled kernel. ``masked_first``: of ``steady_state``."""
     usage = _run(_tool("cuobjdump"), "--dump-resource-usage", str(cubin))
     out = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     sass = _run(_tool("cuobjdump"), "-sass", str(cubin))
@@ -59,15 +59,15 @@ def inspect(cubin: Path) -> dict:
     counts: dict[str, int] = {}
     for name in re.findall(_COUNTED, sass):
         counts[name] = counts.get(name, 0) + 1
-    return {**out, "products": products, "sass": counts, "issue": steady_state(sass)}
+    return {**out, "products": products, "sass": counts, "issue": steady_state(sass, masked_first)}
 
 
-def steady_state(sass: str) -> dict[str, int]:
+def steady_state(sass: str, masked_first: bool = False) -> dict[str, int]:
     """Issue slots of one turn of the two loops over key tiles, as ``softmax`` (one Q tile, no mask) and ``mma`` (two Q tiles).
 
     A loop is a backward branch and what lies before it. Where a forward branch skips to the block after an unconditional one (if and else),
-    the second block is left out: it is the first key tile's, or a partial one's. So is a block with a MEMBAR that a branch skips: it clears
-    rows of a partial tile. Spins lie outside the loops.
+    the second block is left out: it is the first key tile's, or a partial one's (``masked_first``: in the softmax loop the first is). So is
+    a block with a MEMBAR that a branch skips and no other replaces: it clears rows of a partial tile. Spins lie outside the loops.
     """
     code = [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)]
     index = {at: i for i, (at, _) in enumerate(code)}
@@ -89,8 +89,8 @@ def steady_state(sass: str) -> dict[str, int]:
             if i < other < last and code[i][1].startswith("BRA.U"):
                 join = target(code[other - 1][1]) if code[other - 1][1].startswith("BRA 0x") else -1
                 if other < join <= last:
-                    skipped |= set(range(other, join))
-                if any(text == "MEMBAR.ALL.CTA" for _, text in code[i + 1 : other]):
+                    skipped |= set(range(i + 1, other) if masked_first and role == "softmax" else range(other, join))
+                elif any(text == "MEMBAR.ALL.CTA" for _, text in code[i + 1 : other]):
                     skipped |= set(range(i + 1, other))
         found[role] = last - first - len(skipped)
     return found
