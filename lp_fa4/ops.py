@@ -10,6 +10,7 @@ Operators::
     lp_fa4::sequence_sums                                                    per-sequence sums
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 
@@ -252,18 +253,26 @@ def run_backward(
     dlse: Optional,
     deterministic: bool,
     needs: tuple[bool, ...] = (True, True, True),
+    **results: object,
 ) -> Gradients:
-    """A backend's backward. Kernels take dO in BF16, and compute all three gradients whether needed or not."""
+    """A backend's backward. Kernels take dO in BF16, and compute all three gradients whether needed or not. ``results``: what only some
+    backends take (:func:`_takes`)."""
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     backend = dispatch.module(name)
     if name == "reference":
         return backend.backward(p, result, dout, deterministic=deterministic, dlse=dlse, needs=needs)
     dout = dout.to(torch.bfloat16).contiguous()
     if dlse is None:
-        return backend.backward(p, result, dout, deterministic=deterministic)
-    if "dlse" not in inspect.signature(backend.backward).parameters:
+        return backend.backward(p, result, dout, deterministic=deterministic, **results)
+    if not _takes(name, "dlse"):
         raise NotImplementedError(f"a gradient of the LSE is not served by backend {name!r}; use backend='reference', or detach the LSE")
-    return backend.backward(p, result, dout, deterministic=deterministic, dlse=dlse.to(torch.float32).contiguous())
+    return backend.backward(p, result, dout, deterministic=deterministic, dlse=dlse.to(torch.float32).contiguous(), **results)
+
+
+@functools.cache
+def _takes(name: str, argument: str) -> bool:
+    """Whether a backend's backward has an argument of this name."""
+    return argument in inspect.signature(dispatch.module(name).backward).parameters
 
 
 def run_prepass(name: str, p: AttentionProblem, result: ForwardResult, dout: Tensor) -> list[Tensor]:
@@ -358,6 +367,7 @@ def flash_attention_forward(
     v: Tensor,
     offsets_q: Tensor,
     offsets_k: Tensor,
+    queries: int,
     softmax_scale: float,
     causal: bool,
     deterministic: bool,
@@ -365,7 +375,8 @@ def flash_attention_forward(
     backend: str,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Centre, quantize, attend. ``q [N, H, D]``, ``k, v [T, Hkv, D]``, any float dtypes and strides.
+    """Centre, quantize, attend. ``q [N, H, D]``, ``k, v [T, Hkv, D]``, any float dtypes and strides. ``queries``: of every sequence, -1
+    where they are jagged.
 
     Returns ``out`` (q's dtype), ``lse``, and what the backward needs: ``centred_out, row_max, row_sum``; codes and scales of q, k, v; and
     ``k_mean, v_mean, v_sum`` (empty where nothing was centred).
@@ -390,6 +401,7 @@ def flash_attention_forward(
         causal=causal,
         v_mean=made.v_mean,
         v_sum=made.v_sum,
+        queries_each=None if queries < 0 else queries,
         config=cfg,
     )
     result = impl.forward(p)
@@ -433,7 +445,7 @@ def _row_dots(q: Tensor, k_mean: Tensor, offsets_q: Tensor) -> Tensor:
 
 
 @flash_attention_forward.register_fake
-def _(q, k, v, offsets_q, offsets_k, softmax_scale, causal, deterministic, config, backend, backward):
+def _(q, k, v, offsets_q, offsets_k, queries, softmax_scale, causal, deterministic, config, backend, backward):
     cfg = AttentionConfig.from_key(config)
     name = _pick(q.device, _flash_features(q, k, causal, config, backward, softmax_scale), backend, say=False)
     block = _drop_in_block(name, q.shape[2])
@@ -470,6 +482,7 @@ def flash_attention_backward(
     v_sum: Tensor,
     offsets_q: Tensor,
     offsets_k: Tensor,
+    queries: int,
     softmax_scale: float,
     causal: bool,
     deterministic: bool,
@@ -495,12 +508,18 @@ def flash_attention_backward(
         causal=causal,
         v_mean=v_mean if centred else None,
         v_sum=v_sum if centred else None,
+        queries_each=None if queries < 0 else queries,
         config=cfg,
     )
     saved = centred_out if centred_out.dim() == 3 else out
-    grads = run_backward(name, p, ForwardResult(out, row_sum, saved, row_max, row_sum), dout, dlse, deterministic, tuple(needs))
+    shifted = dlse is not None and k_mean.dim() == 3 and q.shape[0] > 0 and k_mean.shape[0] > 0 and needs[0]
+    results: dict[str, object] = {}
+    if _takes(name, "whole"):  # no pass over dQ or dV afterwards
+        results = dict(whole=True, dq_dtype=torch.bfloat16 if q_dtype == torch.bfloat16 and not shifted else torch.float32)
+    kept = ForwardResult(out, row_sum, saved, row_max, row_sum)
+    grads = run_backward(name, p, kept, dout, dlse, deterministic, tuple(needs), **results)
     dq = grads.dq
-    if dlse is not None and k_mean.dim() == 3 and q.shape[0] > 0 and k_mean.shape[0] > 0 and needs[0]:
+    if shifted:
         # lse = lse of the centred keys + softmax_scale * q . k_mean
         mean = k_mean[_row_sequences(offsets_q, q.shape[0])].repeat_interleave(p.group, 1)
         sees = torch.isneginf(row_max).logical_not()
@@ -534,17 +553,17 @@ def _(dout, dlse, out, centred_out, row_max, row_sum, q, q_scale, k, k_scale, v,
 
 
 def _flash_setup(ctx, inputs, output):
-    q, k, v, offsets_q, offsets_k, softmax_scale, causal, deterministic, config, backend, _ = inputs
+    q, k, v, offsets_q, offsets_k, queries, softmax_scale, causal, deterministic, config, backend, _ = inputs
     out, _, centred, row_max, row_sum, *kept = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(out if centred.dim() != 3 else out.new_empty(0), centred, row_max, row_sum, *kept, offsets_q, offsets_k)
-    ctx.scalars = (softmax_scale, causal, deterministic, config, backend)
+    ctx.scalars = (queries, softmax_scale, causal, deterministic, config, backend)
     ctx.dtypes = [q.dtype, k.dtype, v.dtype]
     ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
 
 
 def _flash_backward(ctx, dout, dlse, *unused):
-    none = (None,) * 11
+    none = (None,) * 12
     if dout is None and dlse is None:
         return none
     saved = ctx.saved_tensors

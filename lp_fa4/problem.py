@@ -76,6 +76,7 @@ class AttentionProblem:
             added in FP32. Reference only.
         mean_scores: fp32 ``[H, T]``, ``q_mean . k`` of the unrounded keys, before softmax_scale; None takes the reconstructed keys, which
             leaves their rounding in the part of the scores that is common to all queries.
+        queries_each: with offsets_q, the queries of every sequence where all have as many (kernels then need no offsets of queries).
         config: numeric choices.
 
     Raises: ``ValueError`` or ``TypeError`` naming argument, value and rule.
@@ -93,6 +94,7 @@ class AttentionProblem:
     v_sum: Tensor | None = None
     q_mean: Tensor | None = None
     mean_scores: Tensor | None = None
+    queries_each: int | None = None
     config: AttentionConfig = DEFAULT
 
     def __post_init__(self) -> None:
@@ -134,6 +136,11 @@ class AttentionProblem:
             if self.offsets_q.shape[0] != self.batch + 1:
                 raise ValueError(
                     f"offsets_q has {self.offsets_q.shape[0]} elements but offsets_k has {self.batch + 1}; both must be batch + 1"
+                )
+            if self.queries_each is not None and self.queries_each * self.batch != self.q.shape[0]:
+                rows = self.q.shape[0]
+                raise ValueError(
+                    f"queries_each is {self.queries_each} but q has {rows} rows in {self.batch} sequences; it must be their quotient"
                 )
         elif not self.shared_q:
             if self.batch == 0:
@@ -220,6 +227,8 @@ class AttentionProblem:
     @property
     def queries(self) -> int | None:
         """Queries per sequence ``Q``, None where they are jagged."""
+        if self.queries_each is not None:
+            return self.queries_each
         if self.shared_q:
             return self.q.shape[0]
         if self.offsets_q is None:

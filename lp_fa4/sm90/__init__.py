@@ -3,6 +3,7 @@
 This module imports nothing heavy; ``cutlass`` is loaded by the first call that needs a kernel.
 """
 
+import torch
 from torch import Tensor
 
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
@@ -26,12 +27,20 @@ def forward(problem: AttentionProblem) -> ForwardResult:
 
 
 def backward(
-    problem: AttentionProblem, result: ForwardResult, dout: Tensor, *, deterministic: bool = False, dlse: Tensor | None = None
+    problem: AttentionProblem,
+    result: ForwardResult,
+    dout: Tensor,
+    *,
+    deterministic: bool = False,
+    dlse: Tensor | None = None,
+    dq_dtype: torch.dtype = torch.float32,
+    whole: bool = False,
 ) -> Gradients:
-    """Attention backward; signature and results of ``lp_fa4.reference.backward``, dout in BF16."""
+    """Attention backward; signature and results of ``lp_fa4.reference.backward``, dout in BF16. ``dq_dtype``: fp32 or bf16. ``whole``: dv
+    has its mean part and ``dv_mean`` is None."""
     from lp_fa4.sm90.backward_host import backward as run
 
-    return run(problem, result, dout, deterministic=deterministic, dlse=dlse)
+    return run(problem, result, dout, deterministic=deterministic, dlse=dlse, dq_dtype=dq_dtype, whole=whole)
 
 
 def prepare_backward(

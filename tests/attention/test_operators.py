@@ -21,13 +21,13 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @pytest.mark.parametrize("lengths, kv_heads", CASES)
-@pytest.mark.parametrize("dtype, causal", [(torch.float32, False), (torch.bfloat16, True)])
-def test_opcheck_flash_attention(lengths, kv_heads, dtype, causal):
+@pytest.mark.parametrize("dtype, causal, queries", [(torch.float32, False, -1), (torch.bfloat16, True, 7)])
+def test_opcheck_flash_attention(lengths, kv_heads, dtype, causal, queries):
     batch = len(lengths)
     q = torch.randn(7 * batch, 4, 32, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(sum(lengths), kv_heads, 32, dtype=dtype, requires_grad=True) for _ in range(2))
     offsets = offsets_of([7] * batch), offsets_of(lengths)
-    opcheck(torch.ops.lp_fa4.flash_attention_forward.default, (q, k, v, *offsets, 0.125, causal, False, DROP_IN.key, "auto", True))
+    opcheck(torch.ops.lp_fa4.flash_attention_forward.default, (q, k, v, *offsets, queries, 0.125, causal, False, DROP_IN.key, "auto", True))
 
 
 CONFIGS = [DEFAULT, AttentionConfig.post(), DEFAULT.with_(grad_format="bf16"), DEFAULT.with_(grad_block=(128, 32), dq_dtype=torch.float16)]

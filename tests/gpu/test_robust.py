@@ -213,7 +213,7 @@ def test_fake_and_real_agree(lengths):
     backward = (torch.randn_like(out), None, out, lse, centred, top, total, *arguments, "sm90", True, [True, True, True])
     opcheck(torch.ops.lp_fa4.attention_backward.default, backward, test_utils=checks)
     q, k, v = (torch.randn(n, 2, 64, device=DEVICE).bfloat16().requires_grad_() for n in (7 * len(lengths), tokens, tokens))
-    flash = (q, k, v, offsets_of([7] * len(lengths)), offsets, 0.125, False, True, DROP_IN.key, "sm90", True)
+    flash = (q, k, v, offsets_of([7] * len(lengths)), offsets, 7, 0.125, False, True, DROP_IN.key, "sm90", True)
     opcheck(torch.ops.lp_fa4.flash_attention_forward.default, flash, test_utils=checks)
     x, gain = torch.randn(tokens, 128, device=DEVICE).bfloat16(), torch.rand(128, device=DEVICE)
     norm = (x, gain, 1e-6, offsets, [32, 32], None, True, True, [0, 1], "sm90", 2)
