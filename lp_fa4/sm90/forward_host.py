@@ -148,17 +148,31 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpe
 def _outputs(problem: AttentionProblem, filled: bool) -> ForwardResult:
     """Output tensors; ``filled`` with what rows without keys get, or uninitialised."""
     rows, heads, device = problem.rows, problem.heads, problem.device
-    shape = (rows, heads, problem.head_dim)
-    stats = (heads, rows)
-    if not filled:
-        out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        centred = torch.empty_like(out) if problem.v_mean is not None else out
-        lse, row_max, row_sum = (torch.empty(stats, dtype=torch.float32, device=device) for _ in range(3))
-        return ForwardResult(out, lse, centred, row_max, row_sum)
-    out = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-    centred = torch.zeros_like(out) if problem.v_mean is not None else out
-    lse, row_max = (torch.full(stats, -torch.inf, dtype=torch.float32, device=device) for _ in range(2))
-    return ForwardResult(out, lse, centred, row_max, torch.zeros(stats, dtype=torch.float32, device=device))
+    shape, stats = (rows, heads, problem.head_dim), (heads, rows)
+    out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    centred = torch.empty_like(out) if problem.v_mean is not None else out
+    lse, row_max, row_sum = (torch.empty(stats, dtype=torch.float32, device=device) for _ in range(3))
+    if filled:
+        for x in {out, centred}:
+            x.zero_()
+        _fill_statistics(lse, row_max, row_sum)
+    return ForwardResult(out, lse, centred, row_max, row_sum)
+
+
+def _fill_statistics(lse: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
+    """What rows without keys have."""
+    lse.fill_(-torch.inf)
+    row_max.fill_(-torch.inf)
+    row_sum.zero_()
+
+
+def _fill_tail(result: ForwardResult, offsets_q: Tensor) -> None:
+    """Rows past the last sequence's, which no item of the work list has: 0, and statistics of rows without keys."""
+    from lp_fa4.common.zero_tail import compile_zero_tail
+
+    _fill_statistics(result.lse, result.row_max, result.row_sum)
+    rows = [x.view(torch.uint8).flatten(1) for x in (result.out, result.centred_out)]
+    launch(compile_zero_tail(arch_of(offsets_q.device), dtype_name(offsets_q)), offsets_q.device, *rows, offsets_q)
 
 
 def _launch_few(problem: AttentionProblem, spec: ForwardSpec, columns: int, offsets_k: Tensor, codes, scales, parts, part_stats) -> None:
@@ -248,7 +262,10 @@ def forward(problem: AttentionProblem) -> ForwardResult:
     if vt is None or problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
         vt = transposed_copy(v, offsets_k, "accumulator")
     spec = _spec(problem, (q_block, k_block, v_block))
-    result = _outputs(problem, filled=problem.queries is None)
+    result = _outputs(problem, filled=False)
+    if problem.queries is None:
+        assert offsets_q is not None
+        _fill_tail(result, offsets_q)
     whole = spec.split_keys == 0
     parts = part_stats = None
     if not whole:
