@@ -587,6 +587,14 @@ def _address(c: Codegen, m: Mem, space: str) -> str:
     raise ValueError(m)
 
 
+def _loaded(r: Reg, t: str, size: int, j: int) -> tuple[str, str]:
+    """View of a destination register, and value ``j`` of what was loaded as that view takes it."""
+    view, column = {16: "H", 32: "U", 64: "D"}[r.cls], f"_v[:,{j}]"
+    if t in ("s8", "s16", "s32") and r.cls > 8 * size:
+        view, column = {"H": "h", "U": "S", "D": "L"}[view], f"{column}.view('i{size}')"
+    return view, column
+
+
 @alu("ld", "ldu", "st")
 def _ldst(c: Codegen, I: Instr) -> list[str] | None:
     if "async" in I.parts:
@@ -601,6 +609,14 @@ def _ldst(c: Codegen, I: Instr) -> list[str] | None:
     if size == 16:
         raise I.unsupported("128-bit register load or store")
     mask = c.mask if c.where else "None"
+    if load and space == "param" and isinstance(mem.base, Sym):  # one value for all lanes
+        value = f"g.machine.parameter({mem.base.name!r},{mem.offset},{size},{count},{c.instr(I)})"
+        out = [f"_v={value}"]
+        for j, r in enumerate(regs):
+            if isinstance(r, Reg):
+                view, column = _loaded(r, t, size, j)
+                out += [f"cp({view}[{r.idx}],{column},casting='unsafe'{c.where})"]
+        return out
     head = [f"_a={_address(c, mem, space)}"]
     where = f"g,{c.instr(I)},{mask},_a"
     if load:
@@ -608,10 +624,7 @@ def _ldst(c: Codegen, I: Instr) -> list[str] | None:
         for j, r in enumerate(regs):
             if not isinstance(r, Reg):
                 continue
-            view = {16: "H", 32: "U", 64: "D"}[r.cls]
-            column = f"_v[:,{j}]"
-            if t in ("s8", "s16", "s32") and r.cls > 8 * size:
-                view, column = {"H": "h", "U": "S", "D": "L"}[view], f"{column}.view('i{size}')"
+            view, column = _loaded(r, t, size, j)
             if c.where:
                 out.append(f"{view}[{r.idx}][{mask}]={column}")
             else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .capture import Launch
 from .errors import DeadlockError, EmulatorError, StepLimitError
-from .memory import CTA_SHIFT, SHARED_LIMIT, SHARED_RESERVED, ClusterMemory, GlobalMemory, TensorMemory
+from .memory import CTA_SHIFT, SHARED_LIMIT, SHARED_RESERVED, ClusterMemory, GlobalMemory, TensorMemory, host_read
 from .ptx import parse
 from .simt import Compiled, Gang
 
@@ -182,6 +182,20 @@ class Machine:
             self.parameter_addresses[name] = at
             at += (len(data) + 127) // 128 * 128
         self.globals = GlobalMemory([*extents, (start, at + 1)])
+        self._loaded: dict[Any, np.ndarray] = {}
+
+    def parameter(self, name: str, offset: int, size: int, count: int, I: Any) -> np.ndarray:
+        """``[1, count]`` words of a kernel parameter."""
+        found = self._loaded.get((name, offset, size, count))
+        if found is None:
+            if name not in self.parameter_addresses:
+                raise EmulatorError(f"parameter {name!r} was not passed; {I.where()}")
+            a, n = self.parameter_addresses[name] + offset, size * count
+            if a % n:
+                raise EmulatorError(f"address {a:#x} is not aligned to the {n} bytes accessed; {I.where()}")
+            self.globals.check_range(a, a + n, I.where)
+            found = self._loaded[name, offset, size, count] = host_read(a, n).view(f"u{size}").reshape(1, count).copy()
+        return found
 
     # --- services for engines ----------------------------------------------------------------------------------------
     def submit(self, queue: Any, complete: Callable[[], None]) -> None:

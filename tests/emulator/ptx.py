@@ -128,14 +128,15 @@ SINK = Sink()
 
 
 class Instr:
-    """One instruction. ``parts`` is the opcode split at dots (``::`` kept inside a part)."""
+    """One instruction. ``parts`` is the opcode split at dots (``::`` kept inside a part), ``plan`` what an engine works out once."""
 
-    __slots__ = ("args", "gneg", "guard", "index", "label", "line", "loc", "op", "parts")
+    __slots__ = ("args", "gneg", "guard", "index", "label", "line", "loc", "op", "parts", "plan")
 
     def __init__(self, op: str, args: list[Any], guard: Reg | None, gneg: bool, line: int, loc: str) -> None:
         self.op, self.args, self.guard, self.gneg, self.line, self.loc = op, args, guard, gneg, line, loc
         self.parts = op.split(".")
         self.label: str | None = None
+        self.plan: Any = None
         self.index = -1
 
     def __repr__(self) -> str:

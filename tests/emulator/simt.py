@@ -26,6 +26,8 @@ from .registry import Wait, find
 if TYPE_CHECKING:
     from .machine import CTA, Cluster
 
+count_nonzero = np._core.multiarray.count_nonzero  # without its wrapper: the fastest question about a few lanes
+
 STRAIGHT, BRANCH, EXIT, ENGINE = range(4)
 #: Backward branches a gang may take before it yields to others: a spinning warp must not keep the machine.
 QUANTUM = 200
@@ -198,11 +200,16 @@ class Compiled:
 class Fragment:
     """Lanes at one program counter."""
 
-    __slots__ = ("full", "mask", "pc", "wait")
+    __slots__ = ("full", "lanes", "mask", "pc", "wait")
 
     def __init__(self, pc: int, mask: np.ndarray, wait: Wait | None = None) -> None:
-        self.pc, self.mask, self.wait = pc, mask, wait
-        self.full = bool(mask.all())
+        self.pc, self.wait = pc, wait
+        self.narrow(mask)
+
+    def narrow(self, mask: np.ndarray) -> None:
+        """Take other lanes."""
+        self.mask, self.lanes = mask, int(count_nonzero(mask))
+        self.full = self.lanes == mask.size
 
     def runnable(self) -> bool:
         return self.wait is None or self.wait.ready()
@@ -413,15 +420,18 @@ class Gang:
                         taken = True
                     else:
                         p = self.P[I.guard.idx]
-                        t = (~p if I.gneg else p) & f.mask
-                        if not t.any():
+                        t = p if f.full else p & f.mask
+                        n, lanes = count_nonzero(t), f.lanes
+                        if I.gneg:
+                            n = lanes - n
+                        if n == 0:
                             taken = False
-                        elif (t == f.mask).all():
+                        elif n == lanes:
                             taken = True
                         else:
+                            t = (~p if I.gneg else p) & f.mask
                             fragments.append(Fragment(unit.target, t))
-                            f.mask = f.mask & ~t
-                            f.full = False
+                            f.narrow(f.mask & ~t)
                             f.pc += 1
                             break
                     if taken:
@@ -443,7 +453,7 @@ class Gang:
                     if I.guard is not None:
                         p = self.P[I.guard.idx]
                         m = m & (~p if I.gneg else p)
-                        if not m.any():
+                        if not count_nonzero(m):
                             f.pc += 1
                             continue
                     result = unit.run(self, I, m)
@@ -458,8 +468,8 @@ class Gang:
                         progress = True
                         rest = f.mask & ~m
                         parts = ([(rest, None)] if rest.any() else []) + result
-                        f.mask, f.wait = parts[0]
-                        f.full = bool(f.mask.all())
+                        f.narrow(parts[0][0])
+                        f.wait = parts[0][1]
                         fragments.extend(Fragment(f.pc, mask, wait) for mask, wait in parts[1:])
                         break
                 else:
@@ -473,9 +483,8 @@ class Gang:
                         self.cluster.live -= int(m.sum())
                         machine.events += 1
                     progress = True
-                    f.mask = f.mask & ~m
-                    f.full = False
-                    if f.mask.any():
+                    f.narrow(f.mask & ~m)
+                    if f.lanes:
                         f.pc += 1
                         continue
                     fragments.remove(f)
@@ -499,8 +508,8 @@ class Gang:
             a, b = fragments[i], fragments[i + 1]
             mergeable = all(x.wait is None or x.wait.__class__ is Reconverge for x in (a, b))
             if a.pc == b.pc and mergeable:
-                a.mask = a.mask | b.mask
-                a.full, a.wait = bool(a.mask.all()), None
+                a.narrow(a.mask | b.mask)
+                a.wait = None
                 del fragments[i + 1]
             else:
                 i += 1

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from ..numerics import i32, i64, u32
-from ..ptx import Instr, Not, Pair, Reg
+from ..ptx import Imm, Instr, Not, Pair, Reg
 from ..registry import op
+
+
+def _source(kind: Any, b: np.ndarray, c: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lane that each lane reads, and whether it is in range (else the lane reads itself)."""
+    clamp, segment = c & 31, (c >> 8) & 31
+    highest, lowest = (lane & segment) | (clamp & ~segment), lane & segment
+    if "idx" in kind:
+        source = lowest | (b & 31 & ~segment)
+        ok = source <= highest
+    elif "bfly" in kind:
+        source = lane ^ b
+        ok = source <= highest
+    elif "up" in kind:
+        source = lane - b
+        ok = source >= highest
+    else:
+        source = lane + b
+        ok = source <= highest
+    return np.where(ok, source, lane), ok
+
+
+@functools.cache
+def _fixed(kind: tuple[str, ...], b: int, c: int) -> tuple[np.ndarray, np.ndarray]:
+    """``_source`` of one warp for the same ``b`` and ``c`` in all lanes."""
+    return _source(kind, np.full(32, b & 0xFFFFFFFF, i64), np.full(32, c & 0xFFFFFFFF, i64), np.arange(32))
 
 
 @op("shfl.sync", aligned=True, allow="idx bfly up down b32", writes=True)
@@ -16,23 +42,15 @@ def shuffle(g: Any, I: Instr, m: np.ndarray) -> None:
     A, d, ok_reg = I.args, I.args[0], None
     if isinstance(d, Pair):
         d, ok_reg = d.items
+    if g.W == 32 and isinstance(A[2], Imm) and isinstance(A[3], Imm):
+        plan = _fixed(tuple(x for x in I.parts if x in ("idx", "bfly", "up", "down")), A[2].value, A[3].value)
+        if isinstance(d, Reg):
+            np.copyto(g.U[d.idx], g.ev(A[1])[plan[0]], where=m)
+        if isinstance(ok_reg, Reg):
+            np.copyto(g.P[ok_reg.idx], plan[1], where=m)
+        return
     value, b, c = (g.ev(x).reshape(-1, 32) for x in A[1:4])
-    b, c, lane = b.astype(i64), c.astype(i64), g.lane.reshape(-1, 32)
-    clamp, segment = c & 31, (c >> 8) & 31
-    highest, lowest = (lane & segment) | (clamp & ~segment), lane & segment
-    if "idx" in I.parts:
-        source = lowest | (b & 31 & ~segment)
-        ok = source <= highest
-    elif "bfly" in I.parts:
-        source = lane ^ b
-        ok = source <= highest
-    elif "up" in I.parts:
-        source = lane - b
-        ok = source >= highest
-    else:
-        source = lane + b
-        ok = source <= highest
-    source = np.where(ok, source, lane)
+    source, ok = _source(I.parts, b.astype(i64), c.astype(i64), g.lane.reshape(-1, 32))
     if isinstance(d, Reg):
         np.copyto(g.U[d.idx], np.take_along_axis(value, source, 1).reshape(-1), where=m)
     if isinstance(ok_reg, Reg):

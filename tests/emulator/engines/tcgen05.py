@@ -19,7 +19,7 @@ from ..errors import EmulatorError, MemoryFaultError, UnsupportedError
 from ..matrix import operand_addresses, operand_words
 from ..memory import CTA_SHIFT
 from ..numerics import DECODE, DECODE_E2M1, bf16_to_f32, f16, f32, u8, u16, u32
-from ..ptx import Instr, Mem, Not, Vec
+from ..ptx import Instr, Mem, Not, Reg, Vec
 from ..registry import Wait, op
 from .mbarrier import at
 
@@ -148,6 +148,11 @@ _SHAPES = "32x32b x1 x2 x4 x8 x16 x32 x64 x128 b32"
 def _place(g: Any, I: Instr, address: Any, m: np.ndarray, n: int, role: str) -> tuple[np.ndarray, np.ndarray]:
     """Lane (row) and first column per active lane; checks ownership and allocation."""
     a = g.addr(address)[m]
+    first = int(a[0])
+    plain = a.size == g.W == 32 and g.machine.column_hook is None and first >> 16 == g.first_warp % 4 * 32
+    if plain and np.logical_and.reduce(a == first):  # a warp's own quadrant, one column
+        g.cta.tmem.check(first & 0xFFFF, n, lambda: g.where(I))
+        return (first >> 16) + g.lane, a & 0xFFFF
     row, col = (a >> 16) + g.lane[m], a & 0xFFFF
     if g.machine.column_hook is not None:
         col = col + (_column(g, role, int(col[0])) - int(col[0]))
@@ -163,6 +168,15 @@ def _check_shape(I: Instr) -> None:
         raise I.unsupported("shape of tcgen05.ld/st")
 
 
+def register_rows(I: Instr, regs: list[Any]) -> Any:
+    """Rows of an instruction's 32-bit registers, as a slice where they follow one another."""
+    if I.plan is None:
+        rows = [r.idx for r in regs]
+        follow = rows == list(range(rows[0], rows[0] + len(rows)))
+        I.plan = slice(rows[0], rows[0] + len(rows)) if follow else np.array(rows)
+    return I.plan
+
+
 @op("tcgen05.ld", aligned=True, allow=f"sync aligned {_SHAPES}", check=_check_shape, writes=True)
 def load(g: Any, I: Instr, m: np.ndarray) -> None:
     regs = list(I.args[0].items) if isinstance(I.args[0], Vec) else [I.args[0]]
@@ -170,13 +184,12 @@ def load(g: Any, I: Instr, m: np.ndarray) -> None:
     if g.clock is not None:
         g.cluster.checker.tmem_load(g, I, int(col[0]), len(regs), regs)
     words = g.cta.tmem.words
-    if row.size == 32 and (col == col[0]).all():
+    if row.size == 32 and np.logical_and.reduce(col == col[0]):
         v = words[int(row[0]) : int(row[0]) + 32, int(col[0]) : int(col[0]) + len(regs)].T
     else:
         v = words[row[:, None], col[:, None] + np.arange(len(regs))].T
     if row.size == g.W:
-        for j, r in enumerate(regs):
-            g.U[r.idx][:] = v[j]
+        g.U.whole[register_rows(I, regs)] = v
     else:
         for j, r in enumerate(regs):
             g.U[r.idx][m] = v[j]
@@ -189,11 +202,18 @@ def store(g: Any, I: Instr, m: np.ndarray) -> None:
     row, col = _place(g, I, I.args[0], m, len(regs), "st")
     if g.clock is not None:
         g.cluster.checker.tmem_store(g, I, int(col[0]), len(regs))
-    v = np.stack([g.ev(r)[m] for r in regs], 1)
+    if row.size == g.W and all(r.__class__ is Reg for r in regs):
+        v = g.U.whole[register_rows(I, regs)].T.copy()
+    else:
+        v = np.stack([g.ev(r)[m] for r in regs], 1)
     words = g.cta.tmem.words
+    if row.size == 32 and np.logical_and.reduce(col == col[0]):
+        place: Any = (slice(int(row[0]), int(row[0]) + 32), slice(int(col[0]), int(col[0]) + len(regs)))
+    else:
+        place = (row[:, None], col[:, None] + np.arange(len(regs)))
 
     def finish() -> None:
-        words[row[:, None], col[:, None] + np.arange(len(regs))] = v
+        words[place] = v
 
     machine = g.machine
     # A store may land any time up to wait::st; the adversary sometimes holds it back until then.
@@ -427,9 +447,11 @@ class Product:
                         checker.tmem_range(token, cta.rank, 15, self.a & 0xFFFF, int(self.k * self.element) // 4, write=False)
                     continue
                 args = self._operand_args(which)
-                g.memory.check_shared(operand_addresses(*args) + base, e, lambda: g.where(I))
+                words = operand_words(*args)
+                if (int(words[-1]) << 2) + 4 > g.memory.shared_size:
+                    g.memory.check_shared(operand_addresses(*args) + base, e, lambda: g.where(I))
                 if token is not None:
-                    checker.shared_words(token, operand_words(*args) + (base >> 2), write=False)
+                    checker.shared_words(token, words + (base >> 2), write=False)
             if self.scaled:
                 for sf, rows in ((self.sfa, 128), (self.sfb, self.n)):
                     columns = (rows + 31) // 32
