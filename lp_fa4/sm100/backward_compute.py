@@ -49,7 +49,8 @@ def compute_role(kernel: cutlass.Constexpr, args, shared, bars, tmem, group: Int
     here = Place(kernel, bars, tmem + group * HALF, group, thread, cute.arch.make_warp_uniform(thread // 32), thread % 32)
     turn = Int32(0)
     if const_expr(not kernel.aliased):
-        store_constant_scale(here)  # the next fence of a store covers it
+        store_constant_scale(here)
+        cute.arch.fence_view_async_tmem_store()  # a CTA without a key tile stores nothing else before tensor memory is given back
     while index < count:
         entry = fetch(args, index)
         for n in cutlass.range(entry.begin, entry.end, unroll=1):

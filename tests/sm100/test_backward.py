@@ -44,6 +44,13 @@ def test_head_dim_64_fp16_sums_deterministic(blackwell):
     check(blackwell, problem_of={**lengths, "heads": 1, "dim": 64}, config=changes, growth=8.0, run_of={"deterministic": True})
 
 
+def test_head_dim_64_and_a_cta_without_a_key_tile(blackwell):
+    """Two CTAs, the second's only sequence is empty: it stores P's scale and leaves."""
+    lengths = {"keys": [33, 0], "queries": [20, 5]}
+    run_of = {"deterministic": True, "processors": 2}
+    check(blackwell, 1, problem_of={**lengths, "heads": 1, "dim": 64}, config={"dq_dtype": "float16"}, run_of=run_of)
+
+
 def test_gradient_of_the_lse_and_other_blocks(blackwell):
     """The LSE has a gradient; token blocks and 128-token blocks reach the MMA as 32-element scales, along both axes."""
     blocks = ((32, 128), (128, 128), (32, 128))
