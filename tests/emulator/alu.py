@@ -331,7 +331,7 @@ def _mov(c: Codegen, I: Instr) -> list[str]:
         if t not in ("b64", "b32") or len(vec.items) != 2:
             raise I.unsupported(f"mov with a vector of {len(vec.items)}")
         rows, part = ("U2", "U") if t == "b64" else ("H2", "H")
-        half = [f"{rows}[{whole.idx}][{j}]" if isinstance(whole, Reg) else _half_of_constant(c, whole, t, j) for j in (0, 1)]
+        half = [c.half(whole, rows, j) if isinstance(whole, Reg) else _half_of_constant(c, whole, t, j) for j in (0, 1)]
         out = []
         for j, x in enumerate(vec.items):
             if x is SINK:

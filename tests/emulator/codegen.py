@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from . import numerics
+from .blocks import Block
 from .errors import UnsupportedError
 from .numerics import f32, f64, i16, i32, i64, u8, u16, u32, u64
 from .ptx import FloatImm, Imm, Instr, Not, Reg, Sreg, Sym
@@ -63,6 +64,9 @@ class Codegen:
         self.where = ""
         self.mask: str | None = None
         self.constants: dict[Any, str] = {}
+        #: lines around a group: rows written out of order go by a copy
+        self.before: list[str] = []
+        self.after: dict[str, str] = {}
         self.env: dict[str, Any] = {"np": np, "cp": np.copyto, "N": numerics, "u8": u8, "u16": u16, "u32": u32}
         self.env.update(u64=u64, i16=i16, i32=i32, i64=i64, f32=f32, f64=f64, f16=np.float16)
         for name in ("bf16_to_f32", "f32_to_bf16"):
@@ -93,6 +97,8 @@ class Codegen:
         if isinstance(a, Reg):
             if a.cls != CLASS_OF_VIEW[view]:
                 raise UnsupportedError(f"register {a} of {a.cls} bits as {view}")
+            if isinstance(a, Block):
+                return self.block(a, view)
             return f"{view}[{a.idx}]"
         if isinstance(a, Imm):
             if view == "P":
@@ -126,7 +132,33 @@ class Codegen:
     def pairs(self, dst: Reg, expression: str) -> list[str]:
         """Assign to a 64-bit register seen as two floats per lane."""
         mask = f",where={self.mask}[:,None]" if self.where else ""
-        return [f"cp(X[{dst.idx}],{expression},casting='unsafe'{mask})"]
+        return [f"cp({self.val(dst, 'X')},{expression},casting='unsafe'{mask})"]
+
+    def half(self, whole: Reg, view: str, j: int) -> str:
+        """Half ``j`` of a register, by view ``U2`` or ``H2``."""
+        if isinstance(whole, Block):
+            return f"{self.block(whole, view)}[...,{j}]"
+        return f"{view}[{whole.idx}][{j}]"
+
+    def block(self, a: Block, view: str) -> str:
+        """Rows of a block of registers; a name for those that are written but do not lie in even steps (see ``after``)."""
+        first, step = a.rows[0], a.rows[1] - a.rows[0]
+        if step > 0 and a.rows == list(range(first, first + step * len(a.rows), step)):
+            return f"{view}w[{first}:{a.rows[-1] + 1}{f':{step}' if step > 1 else ''}]"
+        rows = f"{view}w[{self.named(('rows', *a.rows), np.array(a.rows))}]"
+        if not a.written:
+            return rows
+        name = f"_w{view}{a.rows[0]}"
+        if rows not in self.after:
+            self.before.append(f"{name}={rows}")
+            self.after[rows] = name
+        return name
+
+    def emit_block(self, I: Instr) -> list[str]:
+        """Source of a group of instructions as one (``blocks.stacked``)."""
+        self.before, self.after = [], {}
+        body = self.emit(I) or []
+        return [*self.before, *body, *(f"{rows}={name}" for rows, name in self.after.items())]
 
     def truncated(self, a: Any, t: str) -> str:
         """Source operand of type ``t`` whose register may be wider: its low bits, seen as ``t``."""
@@ -136,7 +168,7 @@ class Codegen:
         size, dtype = SIZE_OF_TYPE[t], np.dtype(DTYPE_OF_VIEW[view])
         if a.cls not in (32, 64) or size * 8 >= a.cls:
             raise UnsupportedError(f"register {a} of {a.cls} bits as {t}")
-        low = f"U2[{a.idx}][0]" if a.cls == 64 else f"U[{a.idx}]"
+        low = self.half(a, "U2", 0) if a.cls == 64 else self.val(a, "U")
         return f"{low}.view(i32)" if dtype == np.int32 else f"{low}.astype(u{dtype.itemsize * 8}).view(np.{dtype.name})"
 
     def emit(self, I: Instr) -> list[str] | None:

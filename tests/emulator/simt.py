@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import alu as _alu  # noqa: F401  registers the emitters
+from .blocks import grouped, stacked
 from .codegen import Codegen
 from .errors import EmulatorError
 from .numerics import f16, f32, f64, i16, i32, i64, u8, u16, u32, u64
@@ -69,13 +70,13 @@ SPECIAL_REGISTERS = {f"{base}.{axis}" for base in _AXES for axis in "xyz"} | set
     ]
 )
 
-_VIEW = re.compile(r"\b(U|S|F|D|L|E|H|h|f|X|U2|H2|P|Q)\[")
+_VIEW = re.compile(r"\b(U|S|F|D|L|E|H|h|f|X|U2|H2|P|Q)(w?)\[")
 
 
 def _header(body: list[str]) -> str:
     """Binds the views of registers that a body uses."""
     used = dict.fromkeys(x for line in body for x in _VIEW.findall(line))
-    return "  " + ";".join(f"{x}=g.{x}" for x in used) + "\n" if used else ""
+    return "  " + ";".join(f"{x}w=g.{x}.whole" if w else f"{x}=g.{x}" for x, w in used) + "\n" if used else ""
 
 
 class _Rows(dict[int, Any]):
@@ -180,7 +181,12 @@ class Compiled:
                 continue
             for mode in ("full", "part"):
                 body: list[str] = []
-                for I in unit.instrs:
+                for group in grouped(unit.instrs) if mode == "full" else ([I] for I in unit.instrs):
+                    I = group[0]
+                    if len(group) > 1:
+                        c.where, c.mask = "", None
+                        body += c.emit_block(stacked(group))
+                        continue
                     if I.guard is None:
                         c.where, c.mask = (",where=m", "m") if mode == "part" else ("", None)
                         body += c.emit(I) or []
