@@ -38,6 +38,7 @@ def program_digest(launches: list[Any]) -> str:
     texts = set()
     for launch in launches:
         code = re.split(r"^\s*\.(?:file|section)\b", launch.ptx, maxsplit=1, flags=re.M)[0]
+        assert ".entry" in code and "ret;" in code, "the program's text was not found"
         texts.add(re.sub(r"^\s*(?:\.loc\b.*|\$L__tmp\d+:)\n", "", code, flags=re.M))
     return hashlib.sha256("\0".join(sorted(texts)).encode()).hexdigest()[:16]
 
