@@ -83,6 +83,7 @@ def key_factors(spec, w, item):
         effect([w.factors + 16, fk, fv], "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f")
     left = item.klen - item.n * KEY_TILE - 16 * w.warp
     effect([w.factors + 24, left], "st.shared.b32 [$0], $1;", "r,r")
+    cute.arch.sync_warp()  # each lane wrote all of it, the same values: a lane may read what another writes
     return fk, fv
 
 
@@ -174,14 +175,14 @@ def largest(S):
 
 
 @cute.jit
-def first_exponent(w, S, buffer):
-    """Scale of dS codes for a fresh sum: from the absolute maximum over the warpgroup's 64 keys and 64 queries. Scales S. (The maxima of
-    two tiles before are overwritten: every warp has published its codes of them since.)"""
+def first_exponent(w, S, stage):
+    """Scale of dS codes for a fresh sum: from the absolute maximum over the warpgroup's 64 keys and 64 queries. Scales S. (The maxima
+    belong to the tile's ``stage``, which every warp has released since they were read there.)"""
     bits = redux_max(largest(S))
     if w.lane == 0:
-        effect([w.peak + 32 * buffer + 4 * w.warp, bits], "st.shared.b32 [$0], $1;", "r,r")
+        effect([w.peak + 32 * stage + 4 * w.warp, bits], "st.shared.b32 [$0], $1;", "r,r")
     cute.arch.barrier(barrier_id=BARRIER_GROUP + w.group, number_of_threads=128)
-    peaks = shared_floats(w.peak + 32 * buffer + 16 * w.group, 4, 16)
+    peaks = shared_floats(w.peak + 32 * stage + 16 * w.group, 4, 16)
     top = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
     idle = shared_floats(w.factors + 12, 1, 4)[0]
     x = cute.arch.fmin(power_for(bits_of(top), CODE_TARGET), idle)
@@ -308,7 +309,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     scale = Float32(1.0) if const_expr(kind == FIRST) else x
     score_gradients(spec, w, pairs, dP, stat, fv, scale * common if const_expr(spec.tiles) else scale)
     if const_expr(kind == FIRST):
-        x = first_exponent(w, dP, buffer)
+        x = first_exponent(w, dP, stage)
     elif const_expr(spec.fold):
         x = keep_in_range(dP, x, dK)
     if const_expr(spec.fold):

@@ -83,6 +83,7 @@ def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
                         if turn == count:
                             turn = Int32(0)
             else:
+                cute.arch.sync_warp()  # all lanes have read the record
                 arrive(bars.k_empty + kv)
         kv, kv_phase = advance(kv, kv_phase, 2)
     cute.arch.cp_async_bulk_wait_group(0)

@@ -150,7 +150,7 @@ class BackwardMain:
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 64], 256]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
-            peak: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
+            peak: cute.struct.Align[cute.struct.MemRange[Float32, 8 * a_stages], 64]
             block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 64], 128]
             stat: cute.struct.Align[cute.struct.MemRange[Float32, STAT_FLOATS * a_stages], 1024]
             q: codes(layouts.q)
@@ -329,6 +329,7 @@ class BackwardMain:
                 segments = chunks * spec.group
                 if segments == 0:
                     store_zeros(spec, w, item, kv_heads, grads)
+                    cute.arch.sync_warp()  # all lanes have read the record
                     arrive(bars.k_empty + kv)
                 else:
                     fk, fv = key_factors(spec, w, item)
@@ -351,6 +352,7 @@ class BackwardMain:
                         again = Item(pinned(w.record + RECORD_BYTES * kv))  # not held through the loop: registers are short
                         left = again.klen - (again.n * KEY_TILE + 16 * w.warp)
                         if s == segments - 1:
+                            cute.arch.sync_warp()  # all lanes have read the record
                             arrive(bars.k_empty + kv)
                         finish_tiles(spec, w, dK, (out, out_phase, stage, buffer))
                         stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)

@@ -28,6 +28,9 @@ CASES = {
     "two CTAs, empty tiles, scale moves at the end": dict(
         lengths=[300, 5], queries=140, heads=1, kv_heads=1, block=[32, 128], grads="mxfp8", dq_dtype="float16", cluster=True
     ),
+    "two query tiles an item, item after item: maxima of dS outlive their reading": dict(
+        lengths=[300, 130], queries=100, heads=1, kv_heads=1, dim=64, dq_dtype="float16"
+    ),
     "head 64, scale of dS moves": dict(lengths=[150], queries=150, heads=1, kv_heads=1, dim=64, growth=8.0),
 }
 
