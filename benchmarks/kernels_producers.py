@@ -74,7 +74,7 @@ def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> 
     """``kind``: "static" (the module's blocks, centred), "static plain" (not centred), "copied" (centred, codes with tokens innermost
     too), "kept" (centred, BF16 of the rows too), "square"."""
     from fused_ops import rmsnorm_center_quantize, rmsnorm_quantize
-    from lp_fa4.common.sequence_vectors import sample_mean
+    from lp_fa4.common.sequence_vectors import sample_means
     from lp_fa4.sm90.quantize import quantize
 
     centred, keep, heads = kind in ("static", "kept", "copied"), kind == "kept", columns // HEAD_DIM if kind == "copied" else 0
@@ -94,7 +94,7 @@ def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> 
         rows = rmsnorm_fwd(x, weight, eps=1e-6, store_rstd=True)[0].view(tokens, -1, HEAD_DIM)
         if not centred:
             return quantize(rows, offsets, block=32)
-        return quantize(rows, offsets, block=32, means=sample_mean(rows, offsets), sums=True, order="accumulator" if heads else None)
+        return quantize(rows, offsets, block=32, means=sample_means([rows], offsets)[0], sums=True, order="accumulator" if heads else None)
 
     width = block[1] if block[0] else 0
     count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=width, centred=centred, keep=keep, copied=heads > 0)

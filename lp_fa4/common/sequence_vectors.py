@@ -1,11 +1,14 @@
 """Vectors of a sequence: the mean of a few of its rows, and sums of per-tile sums. One CTA per sequence and head."""
 
+from collections.abc import Sequence
+
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from torch import Tensor
 
+from lp_fa4.common.rows import eight, wide, words_of
 from lp_fa4.common.sequence import TILE
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 
@@ -14,30 +17,63 @@ SAMPLES = 64
 bounded number of evenly spaced rows does."""
 
 
-class SampleMean:
-    """Mean of at most 64 evenly spaced rows of each sequence, FP32, added in order; 0 for an empty sequence."""
+SAMPLE_THREADS = 256
 
-    def __init__(self, head_dim: int):
-        self.head_dim = head_dim
+
+class SampleMeans:
+    """Means of at most 64 evenly spaced rows of each sequence, FP32, in a fixed order; 0 for an empty sequence. ``dtypes``: one for each
+    tensor; all have the same sequences. A CTA takes a sequence and head of one of them."""
+
+    def __init__(self, head_dim: int, dtypes: tuple[str, ...]):
+        self.head_dim, self.dtypes = head_dim, dtypes
+        self.lanes = head_dim // 8  # threads of a row
+        self.rows = SAMPLE_THREADS // self.lanes  # rows at once
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, stream):
-        heads, batch = Int32(x.shape[1]), Int32(offsets.shape[0]) - 1
-        self.kernel(x, offsets, out, heads).launch(grid=[batch * heads, 1, 1], block=[self.head_dim, 1, 1], stream=stream)
+    def __call__(self, xs, offsets: cute.Tensor, outs, stream):
+        heads, batch = Int32(xs[0].shape[1]), Int32(offsets.shape[0]) - 1
+        self.kernel(xs, offsets, outs, heads).launch(
+            grid=[len(self.dtypes) * batch * heads, 1, 1], block=[SAMPLE_THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, heads: Int32):
-        column, _, _ = cute.arch.thread_idx()
+    def kernel(self, xs, offsets: cute.Tensor, outs, heads: Int32):
         bid, _, _ = cute.arch.block_idx()
-        b, head = bid // heads, bid % heads
+        parts = cutlass.utils.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((self.rows, self.head_dim), stride=(self.head_dim, 1)), byte_alignment=16
+        )
+        each = (Int32(offsets.shape[0]) - 1) * heads
+        for i in cutlass.range_constexpr(len(self.dtypes)):
+            if bid // each == i:
+                self.mean(self.dtypes[i], xs[i], offsets, outs[i], bid % each // heads, bid % heads, parts)
+
+    @cute.jit
+    def mean(self, dtype: cutlass.Constexpr, x, offsets, out, b, head, parts):
+        """Mean of one sequence and head."""
+        tid, _, _ = cute.arch.thread_idx()
+        row, column = tid // self.lanes, 8 * (tid % self.lanes)
         begin = Int32(offsets[b])
         length = Int32(offsets[b + 1]) - begin
         count = cutlass.min(length, SAMPLES)
-        total = Float32(0.0)
-        for i in cutlass.range(count, unroll=8):
-            row = begin + Int32(cutlass.Int64(i) * cutlass.Int64(length) // cutlass.Int64(count))
-            total = total + x[row, head, column].to(Float32)
-        out[b, head, column] = total / Float32(cutlass.max(count, 1))
+        steps = SAMPLES // self.rows
+        raw = cute.make_rmem_tensor((words_of(dtype), steps), Uint32)
+        raw.fill(0)
+        for s in cutlass.range_constexpr(steps):
+            at = row + s * self.rows
+            if at < count:
+                token = begin + Int32(cutlass.Int64(at) * cutlass.Int64(length) // cutlass.Int64(count))
+                eight(x, (token, head, column), raw[None, s])
+        for i in cutlass.range_constexpr(8):
+            total = Float32(0.0)
+            for s in cutlass.range_constexpr(steps):
+                total = total + wide([raw[w, s] for w in range(words_of(dtype))], dtype)[i]
+            parts[row, column + i] = total
+        cute.arch.sync_threads()
+        if tid < self.head_dim:
+            whole = Float32(0.0)
+            for r in cutlass.range_constexpr(self.rows):
+                whole = whole + parts[r, tid]
+            out[b, head, tid] = whole / Float32(cutlass.max(count, 1))
 
 
 RUNS = 4
@@ -88,14 +124,14 @@ class SumTiles:
 
 
 @kernel_cache
-def _compile_mean(arch: str, dtype: str, offsets_dtype: str, head_dim: int):
-    heads = symbol()
+def _compile_means(arch: str, offsets_dtype: str, head_dim: int, *dtypes: str):
+    heads, batch = symbol(), symbol()
     return build(
         arch,
-        SampleMean(head_dim),
-        fake(dtype, (symbol(), heads, head_dim), align=2),
+        SampleMeans(head_dim, dtypes),
+        tuple(fake(dtype, (symbol(), heads, head_dim)) for dtype in dtypes),
         fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
-        fake("float32", (symbol(), heads, head_dim), compact=True),
+        tuple(fake("float32", (batch, heads, head_dim), compact=True) for _ in dtypes),
     )
 
 
@@ -111,13 +147,13 @@ def _compile_sum(arch: str, offsets_dtype: str, head_dim: int):
     )
 
 
-def sample_mean(x: Tensor, offsets: Tensor) -> Tensor:
-    """fp32 ``[B, H, D]`` of ``x [T, H, D]``, any strides with D contiguous; B >= 1."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    out = torch.empty(offsets.shape[0] - 1, *x.shape[1:], dtype=torch.float32, device=x.device)
-    launch(_compile_mean(arch_of(x.device), dtype_name(x), dtype_name(offsets), x.shape[2]), x.device, x, offsets, out)
-    return out
+def sample_means(xs: Sequence[Tensor], offsets: Tensor) -> list[Tensor]:
+    """fp32 ``[B, H, D]`` of each of ``xs``, ``[T, H, D]`` with ``aligned_rows``, H and D (64 or 128) alike; B >= 1."""
+    first = xs[0]
+    outs = [torch.empty(offsets.shape[0] - 1, *x.shape[1:], dtype=torch.float32, device=x.device) for x in xs]
+    compiled = _compile_means(arch_of(first.device), dtype_name(offsets), first.shape[2], *map(dtype_name, xs))
+    launch(compiled, first.device, tuple(xs), offsets, tuple(outs))
+    return outs
 
 
 def sum_tiles(parts: Tensor, offsets: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Centre and quantize ordinary tensors on the GPU for the drop-in functions (the counterpart of ``reference.prepare``).
 
 K and V lose the mean of at most 64 of their sequence's rows instead of all: softmax does not see K's, the output gets
-V's back exactly, and any vector near the mean serves the rounding. One quantize launch each for q, k and v; k's and
-v's vectors and v's sums are three small ones.
+V's back exactly, and any vector near the mean serves the rounding. One launch quantizes q, k and v; a small one before
+it finds the means, a small one after it adds up the sums of V.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lp_fa4 import reference
-from lp_fa4.common.sequence_vectors import sample_mean, sum_tiles
+from lp_fa4.common.backward_host import aligned_rows
+from lp_fa4.common.sequence_vectors import sample_means, sum_tiles
 from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.sm90.forward_host import equal_offsets
-from lp_fa4.sm90.quantize import quantize
+from lp_fa4.sm90.quantize import Work, quantize_all
 
 
 class Prepared(NamedTuple):
@@ -59,13 +60,17 @@ def prepare(
         offsets_q = equal_offsets(q.shape[0], 1, q.device)
     rows = block[0]
     if causal or not config.center_p:
-        q8, _, _ = quantize(q, offsets_q, block=rows)
-        k8, _, _ = quantize(k, offsets_k, block=rows)
-        v8, _, _ = quantize(v, offsets_k, block=rows, order="accumulator")
-        return Prepared(q8, k8, v8, None, None, None, None)
-    k_mean, v_mean = sample_mean(k, offsets_k), sample_mean(v, offsets_k)
-    q8, _, shift = quantize(q, offsets_q, block=rows, vectors=k_mean, factor=softmax_scale)
-    k8, _, _ = quantize(k, offsets_k, block=rows, means=k_mean)
-    v8, parts, _ = quantize(v, offsets_k, block=rows, means=v_mean, order="accumulator", sums=True)
+        works = [Work(v, offsets_k, rows, order="accumulator"), Work(k, offsets_k, rows), Work(q, offsets_q, rows)]
+        quantize_all(works)
+        return Prepared(*(w.made for w in reversed(works)), None, None, None, None)
+    k, v = aligned_rows(k), aligned_rows(v)
+    k_mean, v_mean = sample_means((k, v), offsets_k)
+    works = [
+        Work(v, offsets_k, rows, order="accumulator", means=v_mean, sums=True),
+        Work(k, offsets_k, rows, means=k_mean),
+        Work(q, offsets_q, rows, vectors=k_mean),
+    ]
+    quantize_all(works, softmax_scale)
+    parts = works[0].parts
     assert parts is not None
-    return Prepared(q8, k8, v8, k_mean, v_mean, sum_tiles(parts, offsets_k), shift)
+    return Prepared(*(w.made for w in reversed(works)), k_mean, v_mean, sum_tiles(parts, offsets_k), works[2].dots)

@@ -1,8 +1,11 @@
-"""The quantize pass in front of attention: one launch writes payload, scales and, where asked, the transposed copy.
+"""The quantize pass in front of attention: payload, scales and, where asked, the transposed copy, for all operands in one launch.
 
 ``x [T, H, D]`` (FP32, FP16 or BF16, any strides with D contiguous) minus its sequence's vector, in blocks of 32 or 128
-tokens by D. A CTA holds one 128-token tile of one head in registers: load, subtract, maximum, quantize, store; with the
-codes also through shared memory for the copy (``tile_transpose``). Optional by-products of the same read:
+tokens by D. A CTA takes one 128-token tile of one head: load, subtract, maximum, quantize, store; with the codes also
+through shared memory for the copy (``tile_transpose``). The values stay in registers as they were loaded: half the
+registers of FP32, twice the CTAs that have loads under way. What bounds the pass, next to memory, is instructions, so
+maxima are taken two elements at a time and centring and scaling are one instruction (see ``measure`` and ``encode``).
+Optional by-products of the same read:
 
 * ``sums``: FP32 column sums of the centred, unrounded values per tile, in a fixed order (``sequence_vectors`` adds
   the tiles of a sequence up);
@@ -13,15 +16,20 @@ Bytes are those of ``lp_fa4.mx.quantize_mx`` for the same FP32 values. Every row
 and slack included.
 """
 
+import math
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from torch import Tensor
 
-from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, warp_max
+from lp_fa4.common.backward_host import aligned_rows
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, scale_of_byte, warp_max
+from lp_fa4.common.rows import eight, elements, extreme, fma, wide, words_of
 from lp_fa4.common.sequence import TILE, find_sequence, region_groups
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 from lp_fa4.mx import MXTensor
@@ -30,15 +38,18 @@ from lp_fa4.sm90.operands import MXTensorWithCopy
 from lp_fa4.sm90.tile_transpose import THREADS, shared_words, store_columns, word_index
 
 WARPS = THREADS // 32
+CARVEOUT = 45
+"""Percent of a multiprocessor's on-chip memory that is shared: four CTAs with a tile of codes and sums, 21 KB each."""
 
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """Compile key: see the module's docstring. ``order``: of the transposed copy, or None. ``group``: for ``dots``, heads
-    of x per head of its vectors."""
+    """Compile key of one operand: see the module's docstring. ``offsets``: dtype of its sequences' offsets. ``order``: of the
+    transposed copy, or None. ``group``: for ``dots``, heads of x per head of its vectors."""
 
     head_dim: int
     dtype: str
+    offsets: str = "int32"
     block: int = 128
     order: str | None = None
     centred: bool = False
@@ -57,198 +68,359 @@ class QuantizeSpec:
         return TILE * self.lanes // THREADS
 
     @property
+    def words(self) -> int:
+        """32-bit words of a thread's elements of a row."""
+        return words_of(self.dtype)
+
+    @property
+    def step(self) -> int:
+        """Rows between two that a thread holds."""
+        return THREADS // self.lanes
+
+    @property
     def blocks(self) -> int:
         """Scale blocks of a tile."""
         return TILE // self.block
 
+    @property
+    def ctas(self) -> int:
+        """CTAs that a multiprocessor should hold at once: FP32 values take twice the registers."""
+        return 2 if self.dtype == "float32" else 4
+
+
+class Place(NamedTuple):
+    """Where a CTA works: ``head``; sequence ``b``; its first token and the end of its tokens; tokens of it before this tile; end of the
+    rows that it writes (past ``end`` only for the last sequence); this thread's first row in the tile and first column."""
+
+    head: Int32
+    b: Int32
+    begin: Int32
+    end: Int32
+    first: Int32
+    limit: Int32
+    row0: Int32
+    column: Int32
+
 
 class Quantize:
-    """One CTA per 128-token tile (tile rule) and head."""
+    """One CTA per 128-token tile (tile rule) and head of each operand in turn. ``specs``: one, or those of several operands with one
+    head dimension; launch arguments are tuples with one tensor for each."""
 
-    def __init__(self, spec: QuantizeSpec):
-        self.spec = spec
+    def __init__(self, specs: tuple[QuantizeSpec, ...]):
+        self.specs = specs
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        offsets: cute.Tensor,
-        means: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        transposed: cute.Tensor,
-        sums: cute.Tensor,
-        vectors: cute.Tensor,
-        dots: cute.Tensor,
-        factor: Float32,
-        stream,
-    ):
-        heads = Int32(x.shape[1])
-        tiles = Int32(x.shape[0]) // TILE + Int32(offsets.shape[0]) - 1
-        self.kernel(x, offsets, means, codes, scales, transposed, sums, vectors, dots, factor, heads).launch(
-            grid=[tiles * heads, 1, 1], block=[THREADS, 1, 1], stream=stream
+    def __call__(self, operands, factor: Float32, stream):
+        total = Int32(0)
+        for i in cutlass.range_constexpr(len(self.specs)):
+            total = total + self.tiles(operands[i])
+        self.kernel(operands, factor).launch(
+            grid=[total, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=min(s.ctas for s in self.specs),
+            preferred_smem_carveout=CARVEOUT,
         )
 
-    @cute.jit
-    def load(self, x: cute.Tensor, token: Int32, head: Int32, column: Int32, out: cute.Tensor):
-        """Eight elements of one row as FP32."""
-        raw = cute.make_rmem_tensor(8, x.element_type)
-        pointer = x.iterator + cute.crd2idx((token, head, column), x.layout)
-        source = cute.make_ptr(x.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), raw)
-        for i in cutlass.range_constexpr(8):
-            out[i] = raw[i].to(Float32)
+    def tiles(self, operand):
+        """CTAs of an operand."""
+        x, offsets = operand[0], operand[1]
+        return (Int32(x.shape[0]) // TILE + Int32(offsets.shape[0]) - 1) * Int32(x.shape[1])
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        offsets: cute.Tensor,
-        means: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        transposed: cute.Tensor,
-        sums: cute.Tensor,
-        vectors: cute.Tensor,
-        dots: cute.Tensor,
-        factor: Float32,
-        heads: Int32,
-    ):
-        spec = self.spec
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        tile_row, head = bid // heads, bid % heads
-        batch = Int32(offsets.shape[0]) - 1
+    def kernel(self, operands, factor: Float32):
+        d = self.specs[0].head_dim
+        index, _, _ = cute.arch.block_idx()
         smem = cutlass.utils.SmemAllocator()
-        maxima = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 4)), byte_alignment=16)
+        shared = SimpleNamespace(maxima=smem.allocate_tensor(Int32, cute.make_layout((WARPS, 4)), byte_alignment=16), tile=None, parts=None)
+        if const_expr(any(s.order is not None for s in self.specs)):
+            shared.tile = smem.allocate_tensor(Uint32, cute.make_layout(shared_words(d)), byte_alignment=16)
+        if const_expr(any(s.sums for s in self.specs)):
+            shared.parts = smem.allocate_tensor(Float32, cute.make_layout((d, WARPS)), byte_alignment=16)
+        for i in cutlass.range_constexpr(len(self.specs)):
+            tiles = self.tiles(operands[i])
+            if (index >= 0) & (index < tiles):
+                self.quantize_tile(self.specs[i], operands[i], index, factor, shared)
+            index = index - tiles
+
+    @cute.jit
+    def quantize_tile(self, spec: cutlass.Constexpr, operand, index: Int32, factor: Float32, shared):
+        """Everything of one tile and head."""
+        x, offsets, means, codes, scales, transposed, sums, vectors, dots = operand
+        tid, _, _ = cute.arch.thread_idx()
+        heads, batch = Int32(x.shape[1]), Int32(offsets.shape[0]) - 1
+        tile_row, head = index // heads, index % heads
         b = find_sequence(offsets, batch, tile_row, TILE)
         begin, end = Int32(offsets[b]), Int32(offsets[b + 1])
         first = TILE * (tile_row - (begin // TILE + b))
         limit = end
         if b == batch - 1:
             limit = Int32(x.shape[0])  # slack past the last sequence: written, never read
-        row0, column = tid // spec.lanes, 8 * (tid % spec.lanes)
-        step = THREADS // spec.lanes
+        at = Place(head, b, begin, end, first, limit, tid // spec.lanes, 8 * (tid % spec.lanes))
+        raw = cute.make_rmem_tensor((spec.words, spec.passes), Uint32)
+        self.load(spec, x, at, raw)
         mean = cute.make_rmem_tensor(8, Float32)
         mean.fill(0.0)
         if const_expr(spec.centred):
-            self.load(means, b, head, column, mean)
-        values = cute.make_rmem_tensor((8, spec.passes), Float32)
-        top = cute.make_rmem_tensor(4, Int32)
-        top.fill(0)
-        # Rows of other sequences are loaded where this one ends, and replaced by zeros: no branch between the loads.
-        for p in cutlass.range_constexpr(spec.passes):
-            token = cutlass.max(cutlass.min(begin + first + row0 + p * step, end - 1), 0)
-            self.load(x, token, head, column, values[None, p])
-        for p in cutlass.range_constexpr(spec.passes):
-            token = begin + first + row0 + p * step
-            block = (p * step) // spec.block
-            for i in cutlass.range_constexpr(8):
-                values[i, p] = values[i, p] - mean[i] if token < end else Float32(0.0)
-                top[block] = magnitude_max(top[block], values[i, p])
-            if const_expr(spec.dots):
-                self.row_dot(values, p, vectors, dots, b, head, column, token, end, limit, factor)
-        warp, lane = tid // 32, tid % 32
+            eight(means, (b, head, at.column), mean)
+        self.measure(spec, raw, mean, at, shared)
+        bytes_, inverses = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
+        self.find_scales(spec, at, bytes_, inverses, shared)
+        nothing = Uint32(bytes_[0] >> 8)  # 0, which no compiler can know: else FP32 values are kept, or spilled, instead of widened again
+        for i in cutlass.range_constexpr(cute.size(raw)):
+            raw[i] = raw[i] | nothing
+        self.encode(spec, raw, mean, at, bytes_, inverses, (codes, vectors, dots), factor, shared)
+        self.store_scales(spec, at, bytes_, offsets, batch, scales)
+        if const_expr(spec.sums or spec.order is not None):
+            cute.arch.sync_threads()
+        if const_expr(spec.sums):
+            self.store_sums(spec, at, shared, sums, tile_row)
+        if const_expr(spec.order is not None):
+            region = region_groups(offsets, batch, b, Int32(scales.shape[0]))
+            position = 32 * (begin // 32 + b) + first
+            store_columns(shared.tile, transposed, head, position, 32 * region - first, spec.head_dim, spec.order)
+
+    @cute.jit
+    def load(self, spec: cutlass.Constexpr, x, at, raw):
+        """This thread's part of the tile. Rows past the sequence's end are its last one again: no branch between the loads, and no maximum
+        changes."""
+        if at.begin + at.first + TILE <= at.end:
+            source = (x.iterator + cute.crd2idx((at.begin + at.first + at.row0, at.head, at.column), x.layout)).toint()
+            step = Int64(x.stride[0]) * (spec.step * x.element_type.width // 8)
+            for p in cutlass.range_constexpr(spec.passes):
+                elements(source, raw[None, p])
+                source = source + step
+        else:
+            for p in cutlass.range_constexpr(spec.passes):
+                token = cutlass.max(cutlass.min(at.begin + at.first + at.row0 + p * spec.step, at.end - 1), 0)
+                eight(x, (token, at.head, at.column), raw[None, p])
+
+    @cute.jit
+    def measure(self, spec: cutlass.Constexpr, raw, mean, at, shared):
+        """Maxima of the tile's blocks to shared memory, a warp's each.
+
+        Rounding keeps order, so a column's largest ``|x - mean|`` is that of its largest or of its smallest element: those are found on the
+        elements as they are, two an instruction.
+        """
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane, maxima, dtype = tid // 32, tid % 32, shared.maxima, spec.dtype
+        each = spec.passes // spec.blocks
         for g in cutlass.range_constexpr(spec.blocks):
-            most = warp_max(top[g])
+            top = Int32(0)
+            for w in cutlass.range_constexpr(spec.words):
+                high, low = raw[w, each * g], raw[w, each * g]
+                for p in cutlass.range_constexpr(each * g + 1, each * (g + 1)):
+                    high, low = extreme(high, raw[w, p], dtype, "max"), extreme(low, raw[w, p], dtype, "min")
+                ends = [wide([word], dtype) for word in (high, low)]
+                for i in cutlass.range_constexpr(8 // spec.words):
+                    for end in ends:
+                        top = magnitude_max(top, end[i] - mean[8 // spec.words * w + i] if spec.centred else end[i])
+            most = warp_max(top)
             if lane == 0:
                 maxima[warp, g] = most
         cute.arch.sync_threads()
-        tile = cute.make_rmem_tensor(1, Uint32)
-        if const_expr(spec.order is not None):
-            tile = smem.allocate_tensor(Uint32, cute.make_layout(shared_words(spec.head_dim)), byte_alignment=16)
-        bytes_ = cute.make_rmem_tensor(4, Int32)
+
+    @cute.jit
+    def find_scales(self, spec: cutlass.Constexpr, at, bytes_, inverses, shared):
+        """E8M0 bytes of the tile's blocks and what their values are multiplied by: 0 for a block of zeros, where ``2^127 * mean`` may be
+        infinite. A block without a token is one."""
+        maxima = shared.maxima
         for g in cutlass.range_constexpr(spec.blocks):
             most = maxima[0, g]
             for w in cutlass.range_constexpr(1, WARPS):
                 most = cutlass.max(most, maxima[w, g])
+            most = most if at.begin + at.first + g * spec.block < at.end else Int32(0)
             bytes_[g] = byte_of_amax_bits(most)
-        for p in cutlass.range_constexpr(spec.passes):
-            byte = bytes_[(p * step) // spec.block]
-            inverse = inverse_of_byte(byte)
-            words = cute.make_rmem_tensor(2, Uint32)
-            for w in cutlass.range_constexpr(2):
-                code = e4m3x4(*[values[4 * w + i, p] * inverse for i in range(4)])
-                words[w] = Uint32(code if byte != 255 else Int32(0))
-            row = row0 + p * step
-            if begin + first + row < limit:
-                pointer = codes.iterator + cute.crd2idx((begin + first + row, head, column), codes.layout)
-                target = cute.make_ptr(Uint32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=8)
-                cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
-            if const_expr(spec.order is not None):
-                at = word_index(row, column // 16, spec.head_dim) + (column // 8) % 2 * 2
-                tile[at], tile[at + 1] = words[0], words[1]
-        region = region_groups(offsets, batch, b, Int32(scales.shape[0]))
-        if (tid < 4) & (first // 32 + tid < region):
-            group_byte = Int32(0)
-            if begin + first + 32 * tid < end:
-                group_byte = bytes_[0]
-                for g in cutlass.range_constexpr(1, spec.blocks):
-                    group_byte = bytes_[g] if tid == g else group_byte
-            scales[begin // 32 + b + first // 32 + tid, head, 0] = cutlass.Uint8(group_byte)
+            inverses[g] = inverse_of_byte(bytes_[g]) if most > 0 else Float32(0.0)
+
+    @cute.jit
+    def encode(self, spec: cutlass.Constexpr, raw, mean, at, bytes_, inverses, results, factor, shared):
+        """Codes to memory and, for the copy, to shared memory; dot products; the warps' column sums.
+
+        ``(x - mean) * 2^-e`` is one instruction, ``x * 2^-e - mean * 2^-e``: a power of two changes no rounding. Sums and dot products are
+        those of the scaled values, scaled back.
+        """
+        codes, vectors, dots = results
+        tile = shared.tile
+        each = spec.passes // spec.blocks
+        total, shift, vector = (cute.make_rmem_tensor(8, Float32) for _ in range(3))
+        total.fill(0.0)
+        products = cute.make_rmem_tensor(spec.passes, Float32)
+        if const_expr(spec.dots):
+            eight(vectors, (at.b, at.head // spec.group, at.column), vector)
+        target = (codes.iterator + cute.crd2idx((at.begin + at.first + at.row0, at.head, at.column), codes.layout)).toint()
+        step = Int64(codes.stride[0]) * spec.step
+        for g in cutlass.range_constexpr(spec.blocks):
+            byte, inverse = bytes_[g], inverses[g]
+            back = scale_of_byte(cutlass.min(byte, 254))
+            sums = cute.make_rmem_tensor(8, Float32)
+            sums.fill(0.0)
+            if const_expr(spec.centred):
+                for i in cutlass.range_constexpr(8):
+                    shift[i] = -(mean[i] * inverse)
+            for p in cutlass.range_constexpr(each * g, each * (g + 1)):
+                row = at.row0 + p * spec.step
+                token = at.begin + at.first + row
+                values = wide([raw[w, p] for w in range(spec.words)], spec.dtype)
+                values = [fma(v, inverse, shift[i]) if spec.centred else v * inverse for i, v in enumerate(values)]
+                if const_expr(spec.sums):
+                    inside = Float32(1.0) if token < at.end else Float32(0.0)
+                    for i in cutlass.range_constexpr(8):
+                        sums[i] = fma(values[i], inside, sums[i])
+                if const_expr(spec.dots):
+                    dot = Float32(0.0)
+                    for i in cutlass.range_constexpr(8):
+                        dot = fma(values[i], vector[i], dot)
+                    products[p] = dot * back
+                words = cute.make_rmem_tensor(2, Uint32)
+                for w in cutlass.range_constexpr(2):
+                    code = e4m3x4(*values[4 * w : 4 * w + 4])
+                    words[w] = Uint32(code if (byte != 255) & (token < at.end) else Int32(0))
+                if token < at.limit:
+                    pointer = cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8)
+                    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(2)))
+                target = target + step
+                if const_expr(spec.order is not None):
+                    to = word_index(row, at.column // 16, spec.head_dim) + (at.column // 8) % 2 * 2
+                    pointer = cute.make_ptr(Uint32, (tile.iterator + to).toint(), cute.AddressSpace.smem, assumed_align=8)
+                    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(2)))
+            for i in cutlass.range_constexpr(8):
+                total[i] = sums[i] * back if const_expr(g == 0) else fma(sums[i], back, total[i])
+        if const_expr(spec.dots):
+            self.store_dots(spec, at, products, dots, factor)
         if const_expr(spec.sums):
-            self.column_sums(smem, values, sums, tile_row, head)
-        if const_expr(spec.order is not None):
-            cute.arch.sync_threads()
-            position = 32 * (begin // 32 + b) + first
-            store_columns(tile, transposed, head, position, 32 * region - first, spec.head_dim, spec.order)
+            self.share_sums(spec, at, total, shared)
 
     @cute.jit
-    def row_dot(self, values, p: cutlass.Constexpr, vectors, dots, b, head, column, token, end, limit, factor):
-        """``factor * row . vectors[b, head // group]`` by the threads of a row; 0 for rows of no sequence."""
-        spec = self.spec
-        vector = cute.make_rmem_tensor(8, Float32)
-        self.load(vectors, b, head // spec.group, column, vector)
-        dot = Float32(0.0)
-        for i in cutlass.range_constexpr(8):
-            dot = dot + values[i, p] * vector[i]
-        for i in cutlass.range_constexpr(4 if spec.lanes == 16 else 3):
-            dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=1 << i)
-        if (column == 0) & (token < limit):
-            dots[head, token] = dot * factor if token < end else Float32(0.0)
-
-    @cute.jit
-    def column_sums(self, smem, values, sums, tile_row, head):
-        """FP32 sums over the tile's rows: per thread, per warp, then over the warps in order."""
-        spec = self.spec
+    def store_dots(self, spec: cutlass.Constexpr, at, products, dots, factor):
+        """Dot products of this thread's rows, added up over the threads of a row: each exchange halves the rows that a thread has, so that
+        eight rows take eight shuffles. Rows of no sequence get 0."""
         tid, _, _ = cute.arch.thread_idx()
-        parts = smem.allocate_tensor(Float32, cute.make_layout((spec.head_dim, WARPS)), byte_alignment=16)
-        warp, lane, column = tid // 32, tid % 32, 8 * (tid % spec.lanes)
+        lane, count, row = tid % spec.lanes, spec.passes, Int32(0)
+        for bit in cutlass.range_constexpr(int(math.log2(spec.lanes))):
+            upper = (lane >> bit) & 1
+            if const_expr(count > 1):
+                count //= 2
+                for i in cutlass.range_constexpr(count):
+                    low, high = products[i], products[count + i]
+                    keep, send = (high, low) if upper == 1 else (low, high)
+                    products[i] = keep + cute.arch.shuffle_sync_bfly(send, offset=1 << bit)
+                row = row + upper * count
+            else:
+                products[0] = products[0] + cute.arch.shuffle_sync_bfly(products[0], offset=1 << bit)
+        token = at.begin + at.first + at.row0 + row * spec.step
+        if (lane < spec.passes) & (token < at.limit):
+            dots[at.head, token] = products[0] * factor if token < at.end else Float32(0.0)
+
+    @cute.jit
+    def share_sums(self, spec: cutlass.Constexpr, at, total, shared):
+        """A warp's column sums to shared memory."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane, parts = tid // 32, tid % 32, shared.parts
         for i in cutlass.range_constexpr(8):
-            part = values[i, 0]
-            for p in cutlass.range_constexpr(1, spec.passes):
-                part = part + values[i, p]
-            part = part + cute.arch.shuffle_sync_bfly(part, offset=16)
+            part = total[i] + cute.arch.shuffle_sync_bfly(total[i], offset=16)
             if const_expr(spec.lanes == 8):
                 part = part + cute.arch.shuffle_sync_bfly(part, offset=8)
             if lane < spec.lanes:
-                parts[column + i, warp] = part
-        cute.arch.sync_threads()
+                parts[at.column + i, warp] = part
+
+    @cute.jit
+    def store_scales(self, spec: cutlass.Constexpr, at, bytes_, offsets, batch, scales):
+        """One byte for each of the tile's groups that the sequence's region has."""
+        tid, _, _ = cute.arch.thread_idx()
+        region = region_groups(offsets, batch, at.b, Int32(scales.shape[0]))
+        if (tid < 4) & (at.first // 32 + tid < region):
+            group_byte = Int32(0)
+            if at.begin + at.first + 32 * tid < at.end:
+                group_byte = bytes_[0]
+                for g in cutlass.range_constexpr(1, spec.blocks):
+                    group_byte = bytes_[g] if tid == g else group_byte
+            scales[at.begin // 32 + at.b + at.first // 32 + tid, at.head, 0] = cutlass.Uint8(group_byte)
+
+    @cute.jit
+    def store_sums(self, spec: cutlass.Constexpr, at, shared, sums, tile_row):
+        """The tile's FP32 column sums: over the warps in order; 0 for a tile without tokens."""
+        tid, _, _ = cute.arch.thread_idx()
+        parts = shared.parts
         if tid < spec.head_dim:
             total = parts[tid, 0]
             for w in cutlass.range_constexpr(1, WARPS):
                 total = total + parts[tid, w]
-            sums[tile_row, head, tid] = total
+            sums[tile_row, at.head, tid] = total if at.begin + at.first < at.end else Float32(0.0)
 
 
 @kernel_cache
-def _compile_quantize(arch: str, offsets_dtype: str, spec: QuantizeSpec):
-    d = spec.head_dim
-    tokens, heads, rows, vector_heads, batch = (symbol() for _ in range(5))
-    return build(
-        arch,
-        Quantize(spec),
-        fake(spec.dtype, (tokens, heads, d)),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
-        fake("float32", (batch, heads, d), compact=True) if spec.centred else None,
-        fake("uint8", (tokens, heads, d), compact=True),
-        fake("uint8", (rows, heads, 1), align=1, compact=True),
-        fake("uint8", (heads, d, symbol(32)), compact=True) if spec.order is not None else None,
-        fake("float32", (symbol(), heads, d), compact=True) if spec.sums else None,
-        fake("float32", (symbol(), vector_heads, d), compact=True) if spec.dots else None,
-        fake("float32", (heads, tokens), align=4, compact=True) if spec.dots else None,
-        Float32(1.0),
-    )
+def _compile_quantize(arch: str, *specs: QuantizeSpec):
+    """One launch for operands with these choices; those with the same kind of offsets may share them or not."""
+    d = specs[0].head_dim
+    operands = []
+    for spec in specs:
+        tokens, heads, rows, vector_heads, batch = (symbol() for _ in range(5))
+        operands.append(
+            (
+                fake(spec.dtype, (tokens, heads, d)),
+                fake(spec.offsets, (symbol(),), align=4 if spec.offsets == "int32" else 8),
+                fake("float32", (batch, heads, d), compact=True) if spec.centred else None,
+                fake("uint8", (tokens, heads, d), compact=True),
+                fake("uint8", (rows, heads, 1), align=1, compact=True),
+                fake("uint8", (heads, d, symbol(32)), compact=True) if spec.order is not None else None,
+                fake("float32", (symbol(), heads, d), compact=True) if spec.sums else None,
+                fake("float32", (symbol(), vector_heads, d), compact=True) if spec.dots else None,
+                fake("float32", (heads, tokens), align=4, compact=True) if spec.dots else None,
+            )
+        )
+    return build(arch, Quantize(specs), tuple(operands), Float32(1.0))
+
+
+@dataclass
+class Work:
+    """An operand to quantize: arguments of :func:`quantize`, whose results :meth:`result` gives after the launch."""
+
+    x: Tensor
+    offsets: Tensor
+    block: int = 128
+    order: str | None = None
+    means: Tensor | None = None
+    sums: bool = False
+    vectors: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        x = self.x = aligned_rows(self.x)
+        tokens, heads, head_dim = x.shape
+        batch = self.offsets.shape[0] - 1
+        empty, groups = x.new_empty, group_rows(tokens, batch)
+        self.codes = empty((tokens, heads, head_dim), dtype=torch.uint8)
+        self.scales = empty((groups, heads, 1), dtype=torch.uint8)
+        self.copy = None if self.order is None else empty((heads, head_dim, 32 * groups), dtype=torch.uint8)
+        self.parts = empty((group_rows(tokens, batch, TILE), heads, head_dim), dtype=torch.float32) if self.sums else None
+        self.dots = None if self.vectors is None else empty((heads, tokens), dtype=torch.float32)
+
+    @property
+    def spec(self) -> QuantizeSpec:
+        """Its compile key."""
+        group = self.x.shape[1] // self.vectors.shape[1] if self.vectors is not None else 1
+        kinds = (self.x.shape[2], dtype_name(self.x), dtype_name(self.offsets), self.block, self.order)
+        return QuantizeSpec(*kinds, self.means is not None, self.sums, self.vectors is not None, group)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Its share of a launch's arguments."""
+        return self.x, self.offsets, self.means, self.codes, self.scales, self.copy, self.parts, self.vectors, self.dots
+
+    @property
+    def made(self) -> MXTensor:
+        """The quantized operand."""
+        made = MXTensor.from_bytes(self.codes, self.scales, (self.block, self.x.shape[2]), self.offsets, 0)
+        if self.copy is None:
+            return made
+        return MXTensorWithCopy(made.payload, made.scale, made.block, made.offsets, made.token_dim, self.copy)
+
+
+def quantize_all(works: list[Work], factor: float = 1.0) -> None:
+    """Quantize operands on one device with one head dimension in one launch."""
+    device = works[0].x.device
+    compiled = _compile_quantize(arch_of(device), *(w.spec for w in works))
+    launch(compiled, device, tuple(w.arguments for w in works), factor)
 
 
 def quantize(
@@ -271,21 +443,6 @@ def quantize(
             without tokens).
         vectors: fp32 ``[B, H / group, D]``; also return ``factor * x . vectors`` of every row, fp32 ``[H, T]``.
     """
-    tokens, heads, head_dim = x.shape
-    batch = offsets.shape[0] - 1
-    if x.stride(-1) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:-1]) or x.data_ptr() % 16:
-        x = x.contiguous() if x.data_ptr() % 16 == 0 and not x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    empty = x.new_empty
-    codes = empty((tokens, heads, head_dim), dtype=torch.uint8)
-    scales = empty((group_rows(tokens, batch), heads, 1), dtype=torch.uint8)
-    copy = empty((heads, head_dim, 32 * group_rows(tokens, batch)), dtype=torch.uint8) if order is not None else None
-    parts = empty((group_rows(tokens, batch, TILE), heads, head_dim), dtype=torch.float32) if sums else None
-    dots = empty((heads, tokens), dtype=torch.float32) if vectors is not None else None
-    group = heads // vectors.shape[1] if vectors is not None else 1
-    spec = QuantizeSpec(head_dim, dtype_name(x), block, order, means is not None, sums, vectors is not None, group)
-    compiled = _compile_quantize(arch_of(x.device), dtype_name(offsets), spec)
-    launch(compiled, x.device, x, offsets, means, codes, scales, copy, parts, vectors, dots, factor)
-    made = MXTensor.from_bytes(codes, scales, (block, head_dim), offsets, 0)
-    if copy is not None:
-        made = MXTensorWithCopy(made.payload, made.scale, made.block, made.offsets, made.token_dim, copy)
-    return made, parts, dots
+    work = Work(x, offsets, block, order, means, sums, vectors)
+    quantize_all([work], factor)
+    return work.made, work.parts, work.dots

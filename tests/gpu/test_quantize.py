@@ -69,18 +69,20 @@ def test_quantize_is_the_definition(dim, block, dtype):
 
 
 def test_centred_sums_and_dots():
-    from lp_fa4.common.sequence_vectors import sample_mean, sum_tiles
+    from lp_fa4.common.sequence_vectors import sample_means, sum_tiles
     from lp_fa4.reference import sequence_sums
     from lp_fa4.sm90.quantize import quantize
 
     offsets = offsets_of(LENGTHS)
     x = torch.randn(sum(LENGTHS), 4, 128, device=DEVICE).bfloat16() + 1.0
-    mean = sample_mean(x, offsets)
+    other = torch.randn(sum(LENGTHS), 4, 128, device=DEVICE)
+    mean, mean_of_other = sample_means((x, other), offsets)
     bounds = offsets.tolist()
     for b, n in enumerate(LENGTHS):
         rows = [bounds[b] + i * n // min(n, 64) for i in range(min(n, 64))] if n else []
-        want = x[rows].double().mean(0) if rows else torch.zeros(4, 128, device=DEVICE).double()
-        assert relative(mean[b], want) < 1e-6 or n == 0
+        for got, values_ in ((mean, x), (mean_of_other, other)):
+            want = values_[rows].double().mean(0) if rows else torch.zeros(4, 128, device=DEVICE).double()
+            assert relative(got[b], want) < 1e-6 if n else not got[b].any()
     vectors = torch.randn(len(LENGTHS), 2, 128, device=DEVICE)
     poison()
     made, parts, dots = quantize(x, offsets, means=mean, sums=True, vectors=vectors, factor=0.25)
@@ -115,3 +117,32 @@ def test_recode(dim):
     again = recode(static, offsets)
     assert isinstance(again, MXTensor) and again.block == (0, dim)
     assert relative(again.dequantize(), static.dequantize().double()) < 0.02
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
+def test_operands_in_one_launch(dim, dtypes):
+    """Bytes, copies, sums and dot products of one launch for three operands are those of a launch for each."""
+    from lp_fa4.sm90.quantize import Work, quantize, quantize_all
+
+    offsets, queries = offsets_of(LENGTHS), offsets_of([3, 0, 130] + [1] * (len(LENGTHS) - 3), torch.int64)
+    k, v = (values(sum(LENGTHS) + 20, 2, dim, t, seed) for seed, t in enumerate(dtypes))
+    q = torch.randn(int(queries[-1]) + 7, 6, dim, device=DEVICE).to(dtypes[0])
+    means, vectors = (torch.randn(len(LENGTHS), 2, dim, device=DEVICE) for _ in range(2))
+    choices = [
+        dict(x=v, offsets=offsets, order="accumulator", means=means, sums=True),
+        dict(x=k, offsets=offsets, block=32, means=vectors),
+        dict(x=q, offsets=queries, vectors=vectors),
+    ]
+    poison()
+    works = [Work(**choice) for choice in choices]
+    quantize_all(works, 0.25)
+    for work, choice in zip(works, choices, strict=True):
+        made, sums, dots = quantize(**choice, factor=0.25)
+        assert torch.equal(work.made.codes, made.codes) and torch.equal(work.made.scale_bytes, made.scale_bytes)
+        pairs = [(work.parts, sums), (work.dots, dots)]
+        if work.copy is not None:
+            pairs.append((work.copy, made.transposed))
+        for a, b in pairs:
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
