@@ -4,8 +4,8 @@
     python -m tests.properties.campaign reference OUT.json --examples 100 --jobs 2
     python -m tests.properties.campaign sm_90a OUT.json --examples 4 --jobs 2        # in the emulator; sm_100a too
 
-Inputs are other ones every time. At ``0.75 --seconds`` emulated properties begin no other input. The record holds the number of inputs by
-property and operation, and the tests that failed.
+Inputs are other ones every time. Emulated properties try two at a time, the simplest there is and a random one, and begin no other two
+after ``0.75 --seconds``. The record holds the number of inputs by property and operation, and the tests that failed.
 """
 
 import argparse
@@ -23,13 +23,14 @@ from tests.processes import ROOT, environment
 EMULATED = ("sm_90a", "sm_100a")
 
 
-def commands(place: str, examples: int) -> dict[str, list[str]]:
+def commands(place: str, examples: int, seconds: float) -> dict[str, list[str]]:
     """A command for each operation, or some, by its name."""
     from tests.properties import test_batches, test_layouts_kernels
     from tests.properties.subjects import SUBJECTS, Place, subjects_at
 
     if place in EMULATED:
-        words = ["tests.properties.emulated", place, "--random", "--examples", str(examples), "--exactly"]
+        words = ["tests.properties.emulated", place, "--random", "--exactly", "--seconds", str(0.75 * seconds)]
+        words += ["--examples", "2", "--rounds", str(-(-examples // 2))]
         names = {s.name: test_batches for s in subjects_at(Place("", "sm90")).values()}
         without = test_layouts_kernels.HOPPERS_OWN if place != "sm_90a" else ()
         tests = [(n, t) for n, m in {**names, "layouts": test_layouts_kernels}.items() for t in vars(m) if t.startswith("test_")]
@@ -61,7 +62,7 @@ def main() -> int:
     running: dict[str, tuple[subprocess.Popen, Any, float]] = {}
     ended: dict[str, float] = {}
     only = chosen.only.split(";")
-    waiting = {n: c for n, c in commands(chosen.place, chosen.examples).items() if any(x in n for x in only)}
+    waiting = {n: c for n, c in commands(chosen.place, chosen.examples, chosen.seconds).items() if any(x in n for x in only)}
     waiting = dict(
         sorted(waiting.items(), key=lambda item: ("flash" not in item[0], "PMA" not in item[0], "attention" not in item[0]))
     )  # the longest first
@@ -70,10 +71,9 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"place": chosen.place, "examples": chosen.examples, "failures": failed, "seconds": ended}
     with tempfile.TemporaryDirectory() as folder:
-        env = environment(LP_FA4_TALLY=folder, LP_FA4_EXAMPLES=str(chosen.examples), HYPOTHESIS_STORAGE_DIRECTORY=folder)
+        examples = 2 if chosen.place in EMULATED else chosen.examples
+        env = environment(LP_FA4_TALLY=folder, LP_FA4_EXAMPLES=str(examples), HYPOTHESIS_STORAGE_DIRECTORY=folder)
         env.update(PYTHONUNBUFFERED="1")
-        if chosen.place in EMULATED:
-            env.update(LP_FA4_DEADLINE=str(time.time() + 0.75 * chosen.seconds))
         while waiting or running:
             late = time.monotonic() - begin > chosen.seconds
             while waiting and len(running) < chosen.jobs and not late:

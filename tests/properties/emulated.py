@@ -121,6 +121,7 @@ def run(
     named: bool = False,
     narrow: bool = False,
     seconds: float = float("inf"),
+    rounds: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """A report of each test (``main`` has the arguments). The first call in a process fixes ``examples`` and ``random``."""
     os.environ.setdefault("LP_FA4_EXAMPLES", str(examples))
@@ -128,13 +129,16 @@ def run(
     from tests.properties import tally
 
     started = time.monotonic()
+    late = lambda: time.monotonic() - started > seconds  # noqa: E731
     for name, about, test in tests_of(arch, only, exactly, properties, named, narrow):
-        if time.monotonic() - started > seconds:
+        if late():
             return
         before, since = tally.inputs(), time.process_time()
         report: dict[str, Any] = {"test": f"{about}[{name}]"}
         try:
-            test()
+            for turn in range(rounds):
+                if turn == 0 or not late():
+                    test()
         except Exception as error:
             report["error"] = "".join(traceback.format_exception(error))[-4000:]
         report.update(inputs=tally.inputs() - before, seconds=round(time.process_time() - since, 1))
@@ -157,7 +161,8 @@ def main() -> int:
     parser.add_argument("--properties", default="", help="tests whose name contains this, or several, separated by commas")
     parser.add_argument("--named", action="store_true", help="the named cases instead")
     parser.add_argument("--narrow", action="store_true", help="one kernel of each kind: not causal, deterministic")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other test after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other test or round after so long")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each test is run, with other inputs if they are random")
     chosen = parser.parse_args()
     capture.install(chosen.arch)
     failures = 0

@@ -23,8 +23,7 @@ tried = settings(
     max_examples=MANY or 12,
     derandomize=os.environ.get("LP_FA4_RANDOM", str(int(MANY > 0))) == "0",
     deadline=None,
-    # the fixture poisons memory, the same for all; a campaign rejects what comes after its time (``tally``)
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],  # the fixture poisons memory, the same for all
 )
 BOUNDARIES = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 every_subject = pytest.mark.parametrize(
