@@ -133,7 +133,8 @@ def fold_inverse(spec: cutlass.Constexpr, t, s) -> Int32:
 
 @cute.jit
 def release(barrier):
-    """One arrival per warp."""
+    """One arrival per warp, after all its lanes have read."""
+    cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
 
