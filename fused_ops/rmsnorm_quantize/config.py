@@ -33,10 +33,37 @@ TUNING = (
 """(columns up to, layout); a column of FP32 counts twice, and BF16 rows kept next to data-dependent blocks count as 128 more."""
 
 
-STAGED_CTAS = 2
-"""Persistent CTAs of the staged kernel on a multiprocessor."""
-STAGED_BYTES = 113 * 1024
-"""Shared memory of one of them."""
+SHARED_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor; every CTA takes 1 KiB of it beside its own."""
+
+
+@dataclass(frozen=True)
+class StagedLayout:
+    """A CTA of the staged kernel. ``ctas``: persistent ones on a multiprocessor. ``threads`` compute; ``turners`` warps turn codes for the
+    copy, from ``slots`` buffers of ``rows`` rows. ``items``: tiles whose places may be known ahead. ``stages``: groups of 32 rows in
+    flight, at most. ``registers`` of a computing and of another thread; None: what a launch gives to all."""
+
+    ctas: int = 2
+    threads: int = 256
+    turners: int = 0
+    slots: int = 0
+    rows: int = 0
+    items: int = 4
+    stages: int = 3
+    registers: tuple[int, int] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of one."""
+        return SHARED_BYTES // self.ctas - 1024
+
+
+PLAIN = StagedLayout()
+COPIED = (
+    (384, StagedLayout(1, 512, turners=3, slots=2, rows=128, stages=3)),
+    (512, StagedLayout(1, 512, turners=3, slots=3, rows=64, stages=2)),
+)
+"""(columns up to, layout) where the codes are copied with tokens innermost."""
 
 
 @dataclass(frozen=True)
@@ -87,31 +114,40 @@ class NormSpec:
     def stages(self) -> int:
         """Groups of 32 rows in flight in the staged kernel, up to 3; 0 where it does not serve: swizzled scales, blocks of 128 tokens, and
         rows that leave no room for two."""
-        most = 512 if self.static else 384  # data-dependent blocks hold a group in 256 threads' registers: 48 values
-        if self.block_tokens == 128 or self.sf_columns or self.sf_tokens or self.columns > most or self.columns % 32:
+        if self.block_tokens == 128 or self.sf_columns or self.sf_tokens or self.columns > 512 or self.columns % 32:
             return 0
-        group = 32 * self.columns * (4 if self.dtype == "float32" else 2)
-        left = STAGED_BYTES - 2048 - 4 * (self.shared_words + 5 * self.columns)
-        return min(3, left // group) if 2 * group <= left else 0
+        if self.reread and self.columns < 480:  # shared out to eight lanes a row, seven slabs each: no registers
+            return 0
+        layout, group = self.staged, 32 * self.columns * (4 if self.dtype == "float32" else 2)
+        vectors = 4 * self.columns * (1 + (layout.items + layout.threads // 32 if self.centred else 0))
+        left = layout.bytes - 2048 - 4 * layout.slots * self.slot_words - vectors
+        return min(layout.stages, left // group) if 2 * group <= left else 0
+
+    @property
+    def staged(self) -> StagedLayout:
+        """The staged kernel's layout."""
+        return next((layout for most, layout in COPIED if self.columns <= most), COPIED[-1][1]) if self.copy else PLAIN
+
+    @property
+    def reread(self) -> bool:
+        """In the staged kernel: blocks whose scale depends on the data and whose group is more than its threads' registers hold, 48 values
+        each, are read twice from shared memory."""
+        return not self.static and 32 * self.columns > 48 * self.staged.threads
 
     @property
     def copied_rows(self) -> int:
-        """Rows whose codes are turned together: a whole tile (a line of the copy) or half of one, where that leaves room for two groups,
-        else one group."""
-        group = 32 * self.columns * (4 if self.dtype == "float32" else 2)
-        left = STAGED_BYTES - 2048 - 20 * self.columns - 2 * group
-        return next((rows for rows in (ROWS, ROWS // 2) if rows * self.columns <= left), ROWS // 4)
+        """Rows whose codes the staged kernel turns together."""
+        return self.staged.rows
 
     @property
-    def shared_words(self) -> int:
-        """32-bit words of the staged kernel for codes on their way to the copy, in whose place the warps' column sums lie after them."""
-        codes = self.copied_rows * self.columns // 4 if self.copy else 0
-        return max(codes, 8 * self.columns if self.centred else 0, 4)
+    def slot_words(self) -> int:
+        """32-bit words of their codes on the way to the copy."""
+        return self.copied_rows * self.columns // 4
 
     @property
     def lanes(self) -> int:
         """Threads that share a row: the most (long runs of one row) that leave at most an eighth of them idle, else the fewest idle."""
-        threads = 256 if self.stages else self.tuning.threads
+        threads = self.staged.threads if self.stages else self.tuning.threads
         choice = [n for n in (32, 16, 8) if n >= threads // 32]  # a group has 32 rows for the CTA to share out
         idle = {n: -(-self.chunks // n) * n for n in choice}
         return next((n for n in choice if 8 * idle[n] <= 9 * self.chunks), min(choice, key=lambda n: idle[n]))

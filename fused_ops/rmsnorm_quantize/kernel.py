@@ -23,7 +23,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from torch import Tensor
 
 from fused_ops.rmsnorm_quantize.arithmetic import load8, load8_float, mul, nan_unless_finite, prefetch, rsqrt, store, sub
-from fused_ops.rmsnorm_quantize.config import MAX_COPIED, ROWS, STAGED_CTAS, NormSpec, unsupported
+from fused_ops.rmsnorm_quantize.config import MAX_COPIED, ROWS, NormSpec, unsupported
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from fused_ops.rmsnorm_quantize.vectors import bound_bytes, sampled_mean
 from fused_ops.scale_layout.kernel import WORDS, atom_source
@@ -609,7 +609,7 @@ def rmsnorm_quantize(
         made.normed.view(-1, columns) if made.normed is not None else None,
     )
     if staged:
-        ctas = min(STAGED_CTAS * multiprocessors(x.device), token_tiles)
+        ctas = min(spec.staged.ctas * multiprocessors(x.device), token_tiles)
         compiled = _compile_staged_norm(arch, kind, spec)
         launch(compiled, x.device, flat, gain, offsets, ordered, given, *outputs, made.copy, ticket, eps, ctas)
     else:

@@ -21,10 +21,6 @@ from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, ma
 from lp_fa4.mx import GROUP
 from lp_fa4.sm90.tile_transpose import ORDERS
 
-COMPUTE = 256
-THREADS = COMPUTE + 32
-WARPS = COMPUTE // 32
-ITEMS = 4
 FIELDS = 6
 """int32 of an item: first token, end, limit, row, region, tile."""
 MEET = 1
@@ -36,8 +32,11 @@ class StagedNorm:
 
     def __init__(self, spec: NormSpec):
         self.spec, self.stages = spec, spec.stages
-        self.row_step = COMPUTE // spec.lanes
-        self.passes = GROUP * spec.lanes // COMPUTE
+        self.layout = layout = spec.staged
+        self.compute_threads, self.warps, self.items = layout.threads, layout.threads // 32, layout.items
+        self.threads = layout.threads + 32 * (1 + layout.turners)
+        self.row_step = layout.threads // spec.lanes
+        self.passes = GROUP * spec.lanes // layout.threads
         self.element = 4 if spec.dtype == "float32" else 2
         self.row_bytes = spec.columns * self.element
 
@@ -66,8 +65,8 @@ class StagedNorm:
             tiles = tokens // ROWS + Int32(offsets.shape[0]) - 1
         self.kernel(x, weight, offsets, means, given, codes, scales, rstd, sums, normed, copy, ticket, eps, tokens, tiles).launch(
             grid=[ctas, 1, 1],
-            block=[THREADS, 1, 1],
-            min_blocks_per_mp=2,
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.layout.ctas,
             preferred_smem_carveout=100,  # left open, the compiler would ask a device for its size
             stream=stream,
             use_pdl=True,
@@ -92,28 +91,39 @@ class StagedNorm:
         tokens: Int32,
         tiles: Int32,
     ):
-        spec, stages, columns = self.spec, self.stages, self.spec.columns
+        spec, stages, columns, items, layout = self.spec, self.stages, self.spec.columns, self.items, self.layout
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        slots = layout.slots
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 2 * stages + 2 * ITEMS]
-            item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * ITEMS], 16]
+            barriers: cute.struct.MemRange[Int64, 2 * (stages + items + slots)]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * items], 16]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, 3 * spec.blocks], 16]
+            factors: cute.struct.Align[cute.struct.MemRange[Float32, GROUP], 16]
             gain: cute.struct.Align[cute.struct.MemRange[Float32, columns], 128]
-            mean: cute.struct.Align[cute.struct.MemRange[Float32, ITEMS * columns if spec.centred else 4], 128]
-            words: cute.struct.Align[cute.struct.MemRange[Uint32, spec.shared_words], 128]
+            mean: cute.struct.Align[cute.struct.MemRange[Float32, items * columns if spec.centred else 4], 128]
+            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.warps * columns if spec.centred else 4], 128]
+            words: cute.struct.Align[cute.struct.MemRange[Uint32, max(slots * spec.slot_words, 4)], 128]
             rows: cute.struct.Align[cute.struct.MemRange[x.element_type, stages * GROUP * columns], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         base = storage.barriers.data_ptr()
-        bars = Bundle(full=base, empty=base + stages, item_full=base + 2 * stages, item_empty=base + 2 * stages + ITEMS)
+        item_base, word_base = base + 2 * stages, base + 2 * (stages + items)
+        bars = Bundle(
+            full=base, empty=base + stages, item_full=item_base, item_empty=item_base + items, word_full=word_base,
+            word_empty=word_base + slots,
+        )  # fmt: skip
         s = Bundle(
-            item=storage.item.get_tensor(cute.make_layout((FIELDS, ITEMS))),
+            item=storage.item.get_tensor(cute.make_layout((FIELDS, items))),
             maxima=storage.maxima.get_tensor(cute.make_layout((spec.blocks, 3))),
+            factors=storage.factors.get_tensor(cute.make_layout(GROUP)),
             gain=storage.gain.get_tensor(cute.make_layout(columns)),
             mean=storage.mean.data_ptr(),
+            parts=storage.parts.get_tensor(cute.make_layout((columns, self.warps if spec.centred else 1)))
+            if const_expr(spec.centred)
+            else None,
             words=storage.words.data_ptr(),
             rows=storage.rows.data_ptr(),
         )
@@ -125,28 +135,40 @@ class StagedNorm:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(bars.full + i, 1)
-                    cute.arch.mbarrier_init(bars.empty + i, WARPS)
-                for i in cutlass.range_constexpr(ITEMS):
+                    cute.arch.mbarrier_init(bars.empty + i, self.warps)
+                for i in cutlass.range_constexpr(items):
                     cute.arch.mbarrier_init(bars.item_full + i, 1)
-                    cute.arch.mbarrier_init(bars.item_empty + i, WARPS)
+                    cute.arch.mbarrier_init(bars.item_empty + i, self.warps + layout.turners)
+                for i in cutlass.range_constexpr(slots):
+                    cute.arch.mbarrier_init(bars.word_full + i, self.warps)
+                    cute.arch.mbarrier_init(bars.word_empty + i, layout.turners)
             cute.arch.mbarrier_init_fence()
         # What came before on the stream is over from here on; what comes next may be put in place (and waits in the same way).
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         gain, maxima = s.gain, s.maxima
-        for i in cutlass.range(tid, columns, THREADS, unroll=1):
+        for i in cutlass.range(tid, columns, self.threads, unroll=1):
             value = weight[0, i].to(Float32)
             if const_expr(spec.static):
                 value = value * inverse_of_byte(Int32(given[0, i // spec.width])) if cute.math.absf(value) < 2.0**120 else Float32.nan
             gain[half_place(i, columns)] = value
         if const_expr(not spec.static):
-            for i in cutlass.range(tid, 3 * spec.blocks, THREADS, unroll=1):
+            for i in cutlass.range(tid, 3 * spec.blocks, self.threads, unroll=1):
                 maxima[i % spec.blocks, i // spec.blocks] = 0
         cute.arch.sync_threads()
-        if warp == WARPS:
-            self.load(io, s, bars)
-        else:
+        registers = layout.registers
+        if warp < self.warps:
+            if const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers[0])
             self.compute(io, s, bars)
+        else:
+            if const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers[1])
+            if warp == self.warps:
+                self.load(io, s, bars)
+            else:
+                if const_expr(spec.copy > 0):
+                    self.turn(io, s, bars)
 
     @cute.jit
     def load(self, io, s, bars):
@@ -178,7 +200,7 @@ class StagedNorm:
                 else:
                     cute.arch.mbarrier_arrive(bars.item_full + slot)
             slot = slot + 1
-            if slot == ITEMS:
+            if slot == self.items:
                 slot, slot_phase = Int32(0), slot_phase ^ 1
             count = self.groups(token, limit, region)
             for group in cutlass.range(count, unroll=1):
@@ -214,30 +236,56 @@ class StagedNorm:
         return cutlass.min(cutlass.max(cute.ceil_div(limit - token, GROUP), cutlass.max(region, 0)), ROWS // GROUP)
 
     @cute.jit
+    def turn(self, io, s, bars):
+        """A turning warp's share of the copy: codes of ``copied_rows`` tokens at a time, while the computing warps fill the other slots."""
+        spec, item, together = self.spec, s.item, self.spec.copied_rows // GROUP
+        slot, slot_phase, word, word_phase = (Int32(0) for _ in range(4))
+        cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+        while item[5, slot] >= 0:
+            token, limit, row, region = item[0, slot], item[2, slot], item[3, slot], item[4, slot]
+            parts = cute.ceil_div(self.groups(token, limit, region), together)
+            for part in cutlass.range(parts, unroll=1):
+                cute.arch.mbarrier_wait(bars.word_full + word, word_phase)
+                self.store_copy(io, s.words + word * spec.slot_words, row, region, part)
+                self.release(bars.word_empty + word)
+                word = word + 1
+                if word == self.layout.slots:
+                    word, word_phase = Int32(0), word_phase ^ 1
+            self.release(bars.item_empty + slot)
+            slot = slot + 1
+            if slot == self.items:
+                slot, slot_phase = Int32(0), slot_phase ^ 1
+            cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+
+    @cute.jit
     def compute(self, io, s, bars):
         """A computing warp's share of every group."""
         spec, item = self.spec, s.item
         tid, _, _ = cute.arch.thread_idx()
         lane, row0 = tid % spec.lanes, tid // spec.lanes
         stage, phase, slot, slot_phase, turn = (Int32(0) for _ in range(5))
-        together = spec.copied_rows // GROUP
+        word, word_phase, together = Int32(0), Int32(1), spec.copied_rows // GROUP
         cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
         tile = item[5, slot]
         while tile >= 0:
             token, end, limit = item[0, slot], item[1, slot], item[2, slot]
-            # What is needed once a tile or once a group is read again there: registers are scarce.
-            at = Bundle(token=token, end=end, limit=limit, slot=slot)
             totals = cute.make_rmem_tensor((8, spec.slabs), Float32)
             totals.fill(0.0)
             count = self.groups(token, limit, item[4, slot])
             for group in cutlass.range(count, unroll=1):
-                cute.arch.mbarrier_wait(bars.full + stage, phase)
-                self.group_of(io, s, bars, at, group, stage, turn, lane, row0, totals)
                 if const_expr(spec.copy):  # noqa: SIM102 - one is decided at compile time
+                    if group % together == 0:
+                        cute.arch.mbarrier_wait(bars.word_empty + word, word_phase)
+                cute.arch.mbarrier_wait(bars.full + stage, phase)
+                # What is needed once a tile or once a group is read again there: registers are scarce.
+                at = Bundle(token=token, end=end, limit=limit, slot=slot, word=word)
+                self.group_of(io, s, bars, at, group, stage, turn, lane, row0, totals)
+                if const_expr(spec.copy):  # noqa: SIM102
                     if (group % together == together - 1) | (group == count - 1):
-                        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
-                        self.store_copy(io, s, at, group // together)
-                        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+                        self.release(bars.word_full + word)
+                        word = word + 1
+                        if word == self.layout.slots:
+                            word, word_phase = Int32(0), word_phase ^ 1
                 stage = stage + 1
                 if stage == self.stages:
                     stage, phase = Int32(0), phase ^ 1
@@ -246,12 +294,12 @@ class StagedNorm:
                     if turn == 3:
                         turn = Int32(0)
             if const_expr(spec.centred):
-                self.column_sums(io, s, at, lane, totals)
+                self.column_sums(io, s, slot, lane, totals)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars.item_empty + slot)
             slot = slot + 1
-            if slot == ITEMS:
+            if slot == self.items:
                 slot, slot_phase = Int32(0), slot_phase ^ 1
             cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
             tile = item[5, slot]
@@ -262,7 +310,9 @@ class StagedNorm:
         weight and mean."""
         spec, passes = self.spec, self.passes
         empty = bars.empty + stage
-        if const_expr(not spec.static):
+        if const_expr(spec.reread):
+            self.group_twice(io, s, at, group, stage, turn, lane, row0, empty, totals)
+        elif const_expr(not spec.static):
             self.rows_of(io, s, at, group, stage, turn, lane, row0, 0, passes, empty, totals)
         elif const_expr(spec.keep and spec.columns > 384):  # no registers for two
             for first in cutlass.range(passes, unroll=1):
@@ -275,6 +325,44 @@ class StagedNorm:
                 self.rows_of(io, s, at, group, stage, turn, lane, row0, first, together, done, totals)
 
     @cute.jit
+    def group_twice(self, io, s, at, group: Int32, stage: Int32, turn: Int32, lane, row0, empty, totals: cute.Tensor):
+        """A group of data-dependent blocks that the registers do not hold: read once for its factors and maxima and, when all warps have
+        contributed, again for its codes. Normed values are made twice, by the same operations."""
+        spec, slabs, passes = self.spec, self.spec.slabs, self.passes
+        step = 1 if spec.keep else min(2, passes)
+        factors = s.factors
+        tops = cute.make_rmem_tensor(slabs, Int32)
+        tops.fill(0)
+        for turn_of in cutlass.range(passes // step, unroll=1):  # not unrolled: loads ahead would take the registers
+            first = step * turn_of
+            values = cute.make_rmem_tensor((8, slabs, step), Float32)
+            inside = self.fetch(io, s, at, group, stage, lane, row0, first, values)
+            factor = self.factors_of(io, at, group, lane, row0, first, inside, values)
+            if lane == 0:
+                for p in cutlass.range_constexpr(step):
+                    factors[row0 + (first + p) * self.row_step] = factor[p]
+            for k in cutlass.range_constexpr(slabs):
+                chunk = lane + k * spec.lanes
+                if chunk < spec.chunks:
+                    self.normalise(s, at, k, 8 * chunk, factor, values)
+                    self.add_columns(k, inside, values, totals)
+                tops[k] = self.largest(tops[k], values, inside, k)
+        for k in cutlass.range_constexpr(slabs):
+            self.contribute(s, tops[k], lane + k * spec.lanes, turn)
+        self.meet(io, s, at, group, turn)
+        for turn_of in cutlass.range(passes // step, unroll=1):
+            first = step * turn_of
+            values = cute.make_rmem_tensor((8, slabs, step), Float32)
+            inside = self.fetch(io, s, at, group, stage, lane, row0, first, values)
+            factor = [factors[row0 + (first + p) * self.row_step] for p in range(step)]
+            for k in cutlass.range_constexpr(slabs):
+                chunk = lane + k * spec.lanes
+                if chunk < spec.chunks:
+                    self.normalise(s, at, k, 8 * chunk, factor, values)
+            self.emit_blocks(io, s, at, group, turn, lane, row0, first, inside, values)
+        self.release(empty)
+
+    @cute.jit
     def release(self, barrier):
         """One arrival per warp, after all its lanes have read."""
         cute.arch.sync_warp()
@@ -284,41 +372,64 @@ class StagedNorm:
     @cute.jit
     def rows_of(self, io, s, at, group, stage, turn, lane, row0, first, together: cutlass.Constexpr, empty, totals: cute.Tensor):
         """Passes ``first`` … ``first + together - 1`` of a group; ``empty``: barrier to arrive at once x is in registers, or None."""
-        spec, slabs, rstd = self.spec, self.spec.slabs, io.rstd
+        spec, slabs = self.spec, self.spec.slabs
         values = cute.make_rmem_tensor((8, slabs, together), Float32)
-        inside, factor = [], []
-        for p in cutlass.range_constexpr(together):
-            row = row0 + (first + p) * self.row_step
-            inside.append(at.token + GROUP * group + row < at.end)
-            self.read(io, s, stage, row, lane, inside[p], values[None, None, p])
+        inside = self.fetch(io, s, at, group, stage, lane, row0, first, values)
         if const_expr(empty is not None):
             self.release(empty)
-        for p in cutlass.range_constexpr(together):
-            total = Float32(0.0)
-            for k in cutlass.range_constexpr(slabs):
-                for i in cutlass.range_constexpr(8):
-                    total = total + values[i, k, p] * values[i, k, p]
-            factor.append(self.row_rstd(total, io.eps))
-            token = at.token + GROUP * group + row0 + (first + p) * self.row_step
-            if (lane == 0) & (token < at.limit):
-                rstd[Int64(token)] = factor[p] if inside[p] else Float32(0.0)
+        factor = self.factors_of(io, at, group, lane, row0, first, inside, values)
         for k in cutlass.range_constexpr(slabs):
             chunk = lane + k * spec.lanes
             if chunk < spec.chunks:
                 self.normalise(s, at, k, 8 * chunk, factor, values)
-                if const_expr(spec.centred):
-                    for p in cutlass.range_constexpr(together):
-                        if inside[p]:
-                            for i in cutlass.range_constexpr(8):
-                                totals[i, k] = totals[i, k] + values[i, k, p]
+                self.add_columns(k, inside, values, totals)
                 if const_expr(spec.static):
                     for p in cutlass.range_constexpr(together):
                         row = GROUP * group + row0 + (first + p) * self.row_step
                         self.emit(io, s, at, values[None, k, p], inside[p], Int32(0), row, 8 * chunk)
             if const_expr(not spec.static):
-                self.contribute(s, values, inside, k, chunk, turn)
+                self.contribute(s, self.largest(Int32(0), values, inside, k), chunk, turn)
         if const_expr(not spec.static):
-            self.emit_blocks(io, s, at, group, turn, lane, row0, inside, values)
+            self.meet(io, s, at, group, turn)
+            self.emit_blocks(io, s, at, group, turn, lane, row0, first, inside, values)
+
+    def fetch(self, io, s, at, group, stage, lane, row0, first, values: cute.Tensor) -> list:
+        """Rows of passes ``first`` … into ``values``; which of them are inside the sequence."""
+        inside = []
+        for p in range(values.shape[2]):
+            row = row0 + (first + p) * self.row_step
+            inside.append(at.token + GROUP * group + row < at.end)
+            self.read(io, s, stage, row, lane, inside[p], values[None, None, p])
+        return inside
+
+    def factors_of(self, io, at, group, lane, row0, first, inside: list, values: cute.Tensor) -> list:
+        """``rstd`` of these rows, stored too."""
+        factor = []
+        for p in range(len(inside)):
+            total = Float32(0.0)
+            for k in range(self.spec.slabs):
+                for i in range(8):
+                    total = total + values[i, k, p] * values[i, k, p]
+            factor.append(self.row_rstd(total, io.eps))
+            token = at.token + GROUP * group + row0 + (first + p) * self.row_step
+            self.store_rstd(io, at, lane, token, factor[p], inside[p])
+        return factor
+
+    @cute.jit
+    def store_rstd(self, io, at, lane, token, factor, inside):
+        """A row's factor to memory, by its first lane."""
+        rstd = io.rstd
+        if (lane == 0) & (token < at.limit):
+            rstd[Int64(token)] = factor if inside else Float32(0.0)
+
+    @cute.jit
+    def add_columns(self, k: cutlass.Constexpr, inside, values: cute.Tensor, totals: cute.Tensor):
+        """Slab ``k`` of the rows that are inside to the tile's column sums."""
+        if const_expr(self.spec.centred):
+            for p in cutlass.range_constexpr(len(inside)):
+                if inside[p]:
+                    for i in cutlass.range_constexpr(8):
+                        totals[i, k] = totals[i, k] + values[i, k, p]
 
     @cute.jit
     def read(self, io, s, stage: Int32, row, lane, inside, values: cute.Tensor):
@@ -366,16 +477,20 @@ class StagedNorm:
                 out[4 * i + j] = piece[j]
 
     @cute.jit
-    def contribute(self, s, values: cute.Tensor, inside, k: cutlass.Constexpr, chunk: Int32, turn: Int32):
-        """A slab's largest magnitude bits into its block's. Four lanes hold a run of 32 columns, which no block divides; lanes
-        ``spec.lanes`` apart hold other rows of it."""
-        spec, maxima = self.spec, s.maxima
-        top = Int32(0)
+    def largest(self, top: Int32, values: cute.Tensor, inside, k: cutlass.Constexpr):
+        """The larger of ``top`` and the magnitude bits of slab ``k`` of the rows that are inside."""
         for p in cutlass.range_constexpr(len(inside)):
             of_row = Int32(0)
             for i in cutlass.range_constexpr(8):
                 of_row = magnitude_max(of_row, values[i, k, p])
             top = cutlass.max(top, of_row if inside[p] else Int32(0))
+        return top
+
+    @cute.jit
+    def contribute(self, s, top: Int32, chunk: Int32, turn: Int32):
+        """A slab's largest magnitude bits into its block's. Four lanes hold a run of 32 columns, which no block divides; lanes
+        ``spec.lanes`` apart hold other rows of it."""
+        spec, maxima = self.spec, s.maxima
         for i in cutlass.range_constexpr(5):
             if const_expr(1 << i < 4 or 1 << i >= spec.lanes):
                 top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
@@ -384,25 +499,30 @@ class StagedNorm:
             cute.arch.atomic_max(maxima.iterator + cute.crd2idx((8 * chunk // spec.width, turn), maxima.layout), top)
 
     @cute.jit
-    def emit_blocks(self, io, s, at, group: Int32, turn: Int32, lane, row0, inside, values: cute.Tensor):
-        """Codes and scales of a group, once all warps have contributed. Three sets of maxima: one is read, the next may already be
-        written, the one after is cleared; so one barrier a group is enough."""
+    def meet(self, io, s, at, group: Int32, turn: Int32):
+        """Once all warps have contributed: a group's scales. Three sets of maxima: one is read, the next may already be written, the one
+        after is cleared; so one barrier a group is enough."""
         spec, maxima, scales, item = self.spec, s.maxima, io.scales, s.item
         tid, _, _ = cute.arch.thread_idx()
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=self.compute_threads)
         cleared = turn + 2
         if cleared >= 3:
             cleared = cleared - 3
-        for i in cutlass.range(tid, spec.blocks, COMPUTE, unroll=1):
+        for i in cutlass.range(tid, spec.blocks, self.compute_threads, unroll=1):
             maxima[i, cleared] = 0
             if group < item[4, at.slot]:
                 scales[Int64(item[3, at.slot] + group), i] = Uint8(byte_of_amax_bits(maxima[i, turn]))
+
+    @cute.jit
+    def emit_blocks(self, io, s, at, group: Int32, turn: Int32, lane, row0, first: cutlass.Constexpr, inside, values: cute.Tensor):
+        """Codes of the rows of passes ``first`` …, once the group's maxima are known."""
+        spec, maxima = self.spec, s.maxima
         for k in cutlass.range_constexpr(spec.slabs):
             chunk = lane + k * spec.lanes
             if chunk < spec.chunks:
                 byte = byte_of_amax_bits(maxima[8 * chunk // spec.width, turn])
                 for p in cutlass.range_constexpr(len(inside)):
-                    row = GROUP * group + row0 + p * self.row_step
+                    row = GROUP * group + row0 + (first + p) * self.row_step
                     self.emit(io, s, at, values[None, k, p], inside[p], byte, row, 8 * chunk)
 
     @cute.jit
@@ -428,7 +548,7 @@ class StagedNorm:
                 store(rounded, io.normed, at.token + row, column, 16)
         if const_expr(spec.copy):
             local = row % spec.copied_rows
-            cell = s.words + self.code_word(local, column // 16) + column // 8 % 2 * 2
+            cell = s.words + at.word * spec.slot_words + self.code_word(local, column // 16) + column // 8 % 2 * 2
             pair = cute.make_ptr(Uint32, cell.toint(), cute.AddressSpace.smem, assumed_align=8)
             cute.autovec_copy(words, cute.make_tensor(pair, cute.make_layout(2)))
 
@@ -439,26 +559,27 @@ class StagedNorm:
         return row * (self.spec.columns // 4) + 4 * (chunk ^ (max(span // runs, 1) * (row // 16 % min(runs, span))))
 
     @cute.jit
-    def store_copy(self, io, s, at, part: Int32):
-        """The buffer's codes with tokens innermost: a thread takes four columns of a run of 16 tokens."""
-        spec, staged, item = self.spec, s.words, s.item
+    def store_copy(self, io, staged, row: Int32, region: Int32, part: Int32):
+        """A slot's codes with tokens innermost, by all turning warps: a thread takes four columns of a run of 16 tokens."""
+        spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
-        position = GROUP * item[3, at.slot]
+        tid = tid - self.compute_threads - 32
+        position = GROUP * row
         order = ORDERS["accumulator"]
         rows = spec.copied_rows
         runs = rows // 16
-        limit = GROUP * item[4, at.slot] - rows * part
+        limit = GROUP * region - rows * part
         pitch = Int64(io.copy.shape[2])  # heads and columns are compact: a column is a row of positions
         start = io.copy.iterator.toint() + position + rows * part
-        for unit in cutlass.range(tid, spec.columns // 4 * runs, COMPUTE, unroll=1):
+        for unit in cutlass.range(tid, spec.columns // 4 * runs, 32 * self.layout.turners, unroll=1):
             run, quad = unit % runs, unit // runs
             if 16 * run < limit:
                 words = cute.make_rmem_tensor((4, 4), Uint32)
                 for i in cutlass.range_constexpr(4):
                     found = []
                     for j in cutlass.range_constexpr(4):
-                        row = 16 * run + order[4 * i + j]
-                        cell = cute.make_tensor(staged + self.code_word(row, quad // 4) + quad % 4, cute.make_layout(1))
+                        at_row = 16 * run + order[4 * i + j]
+                        cell = cute.make_tensor(staged + self.code_word(at_row, quad // 4) + quad % 4, cute.make_layout(1))
                         found.append(Int32(cell[0]))
                     turned = transpose4x4(*found)
                     for d in cutlass.range_constexpr(4):
@@ -469,11 +590,11 @@ class StagedNorm:
                     cute.autovec_copy(words[None, d], cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
-    def column_sums(self, io, s, at, lane, totals: cute.Tensor):
+    def column_sums(self, io, s, slot: Int32, lane, totals: cute.Tensor):
         """The tile's column sums: over a warp's rows by butterfly, then over the warps, in order."""
         spec, columns, given, sums, item = self.spec, self.spec.columns, io.given, io.sums, s.item
         tid, _, _ = cute.arch.thread_idx()
-        parts = cute.make_tensor(cute.recast_ptr(s.words, dtype=Float32), cute.make_layout((columns, WARPS)))
+        parts = s.parts
         for k in cutlass.range_constexpr(spec.slabs):
             for i in cutlass.range_constexpr(8):
                 total = totals[i, k]
@@ -485,12 +606,12 @@ class StagedNorm:
             if (tid % 32 < spec.lanes) & (column < columns):
                 for i in cutlass.range_constexpr(8):
                     parts[column + i, tid // 32] = totals[i, k]
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
-        for column in cutlass.range(tid, columns, COMPUTE, unroll=1):
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=self.compute_threads)
+        for column in cutlass.range(tid, columns, self.compute_threads, unroll=1):
             total = parts[column, 0]
-            for w in cutlass.range_constexpr(1, WARPS):
+            for w in cutlass.range_constexpr(1, self.warps):
                 total = total + parts[column, w]
             if const_expr(spec.static):
                 total = total * scale_of_byte(Int32(given[0, column // spec.width]))
-            sums[Int64(item[5, at.slot]), column] = total
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=COMPUTE)
+            sums[Int64(item[5, slot]), column] = total
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=self.compute_threads)

@@ -23,6 +23,8 @@ NORMS = {
         columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=32, centred=True, keep=True, sf_columns=True
     ),
     "512, kept": dict(columns=512, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=128, centred=True, keep=True),
+    "square 512": dict(columns=512, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=32),
+    "square 480": dict(columns=480, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=32, centred=True),
     "256 of FP32": dict(columns=256, dtype="float32", weight_dtype="float32", block_tokens=32, width=32, centred=True, sf_tokens=True),
     "1024": dict(columns=1024, dtype="bfloat16", weight_dtype="float32", block_tokens=32, width=32, centred=True),
     "tile blocks": dict(columns=384, dtype="bfloat16", weight_dtype="float32", block_tokens=128, width=128, centred=True),
