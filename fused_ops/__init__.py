@@ -8,6 +8,7 @@ forward and backward are made of (``modules.PMA``).
 from fused_ops.gemm_norm_backward.interface import GemmNormGradients, gemm_norm_backward
 from fused_ops.gemm_quantize.interface import gemm_quantize, gemm_quantize_scatter
 from fused_ops.gemm_quantize.weights import projection_weight
+from fused_ops.head_quantize.interface import head_quantize
 from fused_ops.rmsnorm_quantize.interface import CentredNorm, rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize
 from fused_ops.scale_layout.interface import gather_scales, scatter_scales
 
@@ -18,6 +19,7 @@ __all__ = [
     "gemm_norm_backward",
     "gemm_quantize",
     "gemm_quantize_scatter",
+    "head_quantize",
     "projection_weight",
     "rmsnorm_center_quantize",
     "rmsnorm_center_scatter",

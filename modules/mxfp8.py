@@ -17,14 +17,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fused_ops import gemm_norm_backward, gemm_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_quantize
+from fused_ops import gemm_norm_backward, gemm_quantize, head_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_quantize
 from fused_ops.gemm_norm_backward.reference import weight_gradient
 from fused_ops.gemm_quantize.weights import ProjectionWeight
 from fused_ops.hadamard import rotate_rows
 from fused_ops.operands import to_float
 from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
-from lp_fa4.mx import MXTensor, encode_scale, quantize_mx, scale_rows
+from lp_fa4.mx import MXTensor, quantize_mx, scale_rows
 from lp_fa4.operator import custom_op
 from lp_fa4.ops import finish_backward, run_backward, run_prepass
 from lp_fa4.problem import AttentionProblem, ForwardResult
@@ -128,7 +128,7 @@ def pma_attention(
         xn, rstd = rmsnorm_quantize(values, norm_weight, eps, offsets, block)
 
     def project(weight: ProjectionWeight) -> MXTensor:
-        exponent = weight.exponent if opts.scales == "static" else None
+        exponent = weight.bound if opts.scales == "static" else None
         if opts.key_projection == "bf16" and normed is not None:
             return gemm_quantize(normed, weight.weight, block, offsets=offsets, exponent=exponent)
         return gemm_quantize(xn, weight.weight, block, exponent=exponent)
@@ -143,10 +143,8 @@ def pma_attention(
             v_mean, v_sum = row_product(mean, exact.t()), row_product(total, exact.t())
     q_mean = q.mean(dim=0) if opts.q_smoothing else None
     qc = q if q_mean is None else q - q_mean
-    q_exponent = None
-    if opts.scales == "static":  # one amax a head over Q rows: the seeds' projection is small, its bound would be loose
-        q_exponent = encode_scale(qc.abs().amax(dim=(0, 2))).to(torch.int32) - 127
-    q8 = quantize_mx(qc, block, token_dim=0, exponent=q_exponent)
+    # Static: one exponent a head over all queries, for the seeds' projection is small and its bound would be loose.
+    q8 = head_quantize(qc) if opts.scales == "static" else quantize_mx(qc, block, token_dim=0)
 
     def per_head(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.reshape(batch, heads, head_dim)

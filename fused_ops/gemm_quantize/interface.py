@@ -129,7 +129,7 @@ def gemm_quantize(
         w: ``[N, C]``: MXTensor, float tensor, or a pair ``(hi, lo)`` of MXTensors whose sum is the weight.
         block: blocks of the result: ``(32, 32)``, ``(32, D)``, ``(128, D)``, or ``(0, D)`` with ``exponent``.
         offsets: jagged tokens; taken from ``x`` when that is a jagged MXTensor.
-        exponent: static exponents, an int or integers ``[N / D]``: see :func:`projection_exponent`.
+        exponent: static exponents, an int or integers ``[N / D]`` (uint8: their scale bytes): see :func:`projection_exponent`.
         backend: ``"auto"`` (a kernel where the device has one), ``"reference"``, ``"sm90"`` or ``"sm100"``. A kernel adds up in another
             order, and FP8 products in sums of some 14 bits over at most 128 of C, so a code may be the next one where the sum lies beside a
             rounding boundary; given the sums, every byte is the same.

@@ -43,10 +43,11 @@ class WeightSpec:
 
 
 class ProjectionWeight(NamedTuple):
-    """``weight``: as ``gemm_quantize`` reads it. ``exponent``: int32 ``[heads]``. ``rounded``: BF16 of the exact weight ``[N, C]``."""
+    """``weight``: as ``gemm_quantize`` reads it. ``bound``: scale bytes ``[heads]``, uint8, at most 254, of what ``gemm_quantize`` takes as
+    ``exponent``. ``rounded``: BF16 of the exact weight ``[N, C]``."""
 
     weight: Weight
-    exponent: Tensor
+    bound: Tensor
     rounded: Tensor
 
 
@@ -57,14 +58,14 @@ def bound_factor(columns: int, centred: bool) -> float:
 
 
 def reference(w: Tensor, gain: Tensor, heads: int, form: str, block: tuple[int, int], rotate: bool, centred: bool) -> ProjectionWeight:
-    """See the module's docstring; exponents are its scale bytes minus 127."""
+    """See the module's docstring."""
     exact = rotate_rows(w, heads) if rotate else w.detach().to(torch.float32)
     norms = torch.linalg.vector_norm(exact * gain.detach().to(torch.float32), dim=1).reshape(heads, -1).amax(dim=1)
-    exponent = encode_scale(norms * bound_factor(w.shape[1], centred)).to(torch.int32) - 127
+    bound = encode_scale(norms * bound_factor(w.shape[1], centred)).clamp(max=254)
     rounded = exact.to(torch.bfloat16)
     if form == "bf16":
-        return ProjectionWeight(rounded, exponent, rounded)
-    return ProjectionWeight(split_e4m3(exact, block) if form == "e4m3x2" else quantize_mx(exact, block), exponent, rounded)
+        return ProjectionWeight(rounded, bound, rounded)
+    return ProjectionWeight(split_e4m3(exact, block) if form == "e4m3x2" else quantize_mx(exact, block), bound, rounded)
 
 
 def unsupported(w: Tensor, gain: Tensor, heads: int, block: tuple[int, int]) -> str:
@@ -89,7 +90,7 @@ def projection_weight(
     centred: bool = False,
     backend: str = "auto",
 ) -> ProjectionWeight:
-    """``w [heads * D, C]`` as ``gemm_quantize`` reads it, and the exponents that bound its product with an RMSNorm's output.
+    """``w [heads * D, C]`` as ``gemm_quantize`` reads it, and the scales that bound its product with an RMSNorm's output.
 
     Args:
         gain: the norm's weight ``[C]``.
@@ -107,8 +108,8 @@ def projection_weight(
         return reference(w, gain, heads, form, block, rotate, centred)
     from fused_ops.gemm_quantize import weights_kernel
 
-    rounded, parts, scales, exponent = weights_kernel.projection_weight(w.detach(), gain.detach(), heads, form, block[1], rotate, centred)
+    rounded, parts, scales, bound = weights_kernel.projection_weight(w.detach(), gain.detach(), heads, form, block[1], rotate, centred)
     if scales is None:
-        return ProjectionWeight(rounded, exponent, rounded)
+        return ProjectionWeight(rounded, bound, rounded)
     made = [MXTensor.from_bytes(codes, scales, block) for codes in parts]
-    return ProjectionWeight(made[0] if form == "e4m3" else (made[0], made[1]), exponent, rounded)
+    return ProjectionWeight(made[0] if form == "e4m3" else (made[0], made[1]), bound, rounded)

@@ -15,17 +15,20 @@ from lp_fa4.common.numbers import (
     magnitude_max,
     warp_max,
 )
+from lp_fa4.common.sequence import GROUP
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 
-THREADS = 128
-WARPS = 4
+COLUMNS = 128
+"""Columns of a CTA."""
+WARPS = COLUMNS // 32
 
 
 class ProjectionWeight:
-    """One CTA per head and 128 columns."""
+    """One CTA per head and 128 columns; a thread holds 32 rows of a column. (A thread with all 128 rows of it ran 7,600 instructions, once
+    each: 33 us, most of it fetching them.)"""
 
     def __init__(self, spec: WeightSpec):
-        self.spec = spec
+        self.spec, self.groups = spec, spec.rows // GROUP
 
     @cute.jit
     def __call__(
@@ -41,7 +44,7 @@ class ProjectionWeight:
         stream,
     ):
         self.kernel(w, gain, rounded, first, second, scale_bytes, squares).launch(
-            grid=[heads, self.spec.chunks, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[heads, self.spec.chunks, 1], block=[COLUMNS * self.groups, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -58,88 +61,106 @@ class ProjectionWeight:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         head, chunk, _ = cute.arch.block_idx()
-        warp, lane = tid // 32, tid % 32
-        row0, column = head * spec.rows, chunk * THREADS + tid
+        group, place = tid // COLUMNS, tid % COLUMNS
+        row0, column = head * spec.rows + GROUP * group, chunk * COLUMNS + place
         within = column < spec.columns
         smem = cutlass.utils.SmemAllocator()
-        maxima = smem.allocate_tensor(Int32, cute.make_layout((WARPS, spec.rows // 32)), byte_alignment=16)
-        values = cute.make_rmem_tensor(spec.rows, Float32)
-        for r in cutlass.range_constexpr(spec.rows):
-            values[r] = Float32(0.0)
-            if within:
+        maxima = smem.allocate_tensor(Int32, cute.make_layout((WARPS, self.groups)), byte_alignment=16)
+        values = cute.make_rmem_tensor(GROUP, Float32)
+        values.fill(0.0)
+        if within:
+            for r in cutlass.range_constexpr(GROUP):
                 values[r] = w[row0 + r, column].to(Float32)
         if const_expr(spec.rotate):
-            self.transform(values)
-        scale = Float32(0.0)
+            shared = None
+            if const_expr(self.groups > 1):
+                shared = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, GROUP, self.groups)), byte_alignment=16)
+            self.transform(values, shared, place, group)
+        self.add_squares(values, gain, squares, row0, column, within, chunk * WARPS + place // 32)
         if within:
-            scale = gain[column].to(Float32)
-        for r in cutlass.range_constexpr(spec.rows):
-            square = values[r] * scale * (values[r] * scale)
-            for i in cutlass.range_constexpr(5):
-                square = square + cute.arch.shuffle_sync_bfly(square, offset=1 << i)
-            if lane == r % 32:
-                squares[row0 + r, chunk * WARPS + warp] = square
-        for r in cutlass.range_constexpr(spec.rows):
-            if within:
+            for r in cutlass.range_constexpr(GROUP):
                 rounded[row0 + r, column] = values[r].to(BFloat16)
         if const_expr(spec.form != "bf16"):
-            self.quantize(values, maxima, row0, column, within, first, second, scale_bytes)
+            self.quantize(values, maxima, group, place, row0, column, within, first, second, scale_bytes)
 
     @cute.jit
-    def transform(self, values: cute.Tensor):
-        """Sylvester's matrix over ``sqrt(rows)`` times the column."""
-        rows = self.spec.rows
-        for step in cutlass.range_constexpr(rows.bit_length() - 1):
+    def transform(self, values: cute.Tensor, shared: cute.Tensor, place, group):
+        """Sylvester's matrix over ``sqrt(rows)`` times the column: within a thread's rows, then across its column's threads."""
+        groups = self.groups
+        for step in cutlass.range_constexpr(GROUP.bit_length() - 1):
             half = 1 << step
-            for r in cutlass.range_constexpr(rows):
+            for r in cutlass.range_constexpr(GROUP):
                 if const_expr(r & half == 0):
                     a, b = values[r], values[r + half]
                     values[r], values[r + half] = a + b, a - b
-        for r in cutlass.range_constexpr(rows):
-            values[r] = values[r] * rows**-0.5
+        if const_expr(groups > 1):
+            for r in cutlass.range_constexpr(GROUP):
+                shared[place, r, group] = values[r]
+            cute.arch.sync_threads()
+            for r in cutlass.range_constexpr(GROUP):
+                sums = []
+                for g in cutlass.range_constexpr(0, groups, 2):
+                    other = shared[place, r, g + 1]
+                    sums.append(shared[place, r, g] + (other if group % 2 == 0 else -other))
+                if const_expr(groups == 4):
+                    sums = [sums[0] + (sums[1] if group < 2 else -sums[1])]
+                values[r] = sums[0]
+        for r in cutlass.range_constexpr(GROUP):
+            values[r] = values[r] * self.spec.rows**-0.5
 
     @cute.jit
-    def quantize(self, values, maxima, row0, column, within, codes, rest, scales):
+    def add_squares(self, values: cute.Tensor, gain: cute.Tensor, squares: cute.Tensor, row0, column, within, part):
+        """``squares[row, part]``: of a row times the gain, over a warp's 32 columns; lane ``r`` ends with row ``r``'s."""
+        lane = cute.arch.lane_idx()
+        scale = Float32(0.0)
+        if within:
+            scale = gain[column].to(Float32)
+        sums = [values[r] * scale * (values[r] * scale) for r in range(GROUP)]
+        for step in cutlass.range_constexpr(GROUP.bit_length() - 1):
+            half = GROUP >> (step + 1)
+            upper = (lane & half) != 0
+            kept = [sums[i + half] if upper else sums[i] for i in range(half)]
+            sent = [sums[i] if upper else sums[i + half] for i in range(half)]
+            sums = [kept[i] + cute.arch.shuffle_sync_bfly(sent[i], offset=half) for i in range(half)]
+        squares[row0 + lane, part] = sums[0]
+
+    @cute.jit
+    def quantize(self, values, maxima, group, place, row0, column, within, codes, rest, scales):
         """Codes and scales of 32-row blocks, and codes of what is left under the same scales where ``rest`` is asked for."""
         spec = self.spec
-        tid, _, _ = cute.arch.thread_idx()
-        warp, lane = tid // 32, tid % 32
-        groups, warps = spec.rows // 32, spec.width // 32
-        for g in cutlass.range_constexpr(groups):
-            top = Int32(0)
-            for r in cutlass.range_constexpr(32):
-                top = magnitude_max(top, values[32 * g + r])
-            top = warp_max(top)
-            if lane == 0:
-                maxima[warp, g] = top
+        warp, lane = place // 32, place % 32
+        warps = spec.width // 32
+        top = Int32(0)
+        for r in cutlass.range_constexpr(GROUP):
+            top = magnitude_max(top, values[r])
+        top = warp_max(top)
+        if lane == 0:
+            maxima[warp, group] = top
         cute.arch.sync_threads()
-        for g in cutlass.range_constexpr(groups):
-            top = Int32(0)
-            for i in cutlass.range_constexpr(warps):
-                top = cutlass.max(top, maxima[warp // warps * warps + i, g])
-            byte = byte_of_amax_bits(top)
-            inverse = inverse_of_byte(byte)
-            if within & (tid % spec.width == 0):
-                scales[row0 // 32 + g, column // spec.width] = Uint8(byte)
-            for quad in cutlass.range_constexpr(8):
-                at = 32 * g + 4 * quad
-                scaled = [values[at + i] * inverse for i in range(4)]
-                word = e4m3x4(*scaled)
-                word = word if byte != 255 else Int32(0)
-                left = Int32(0)
-                if const_expr(spec.form == "e4m3x2"):
-                    back = e4m3x4_to_float(word)
-                    left = e4m3x4(*[scaled[i] - back[i] for i in range(4)])
-                    left = left if byte != 255 else Int32(0)
+        for i in cutlass.range_constexpr(warps):
+            top = cutlass.max(top, maxima[warp // warps * warps + i, group])
+        byte = byte_of_amax_bits(top)
+        inverse = inverse_of_byte(byte)
+        if within & (place % spec.width == 0):
+            scales[row0 // GROUP, column // spec.width] = Uint8(byte)
+        for quad in cutlass.range_constexpr(GROUP // 4):
+            scaled = [values[4 * quad + i] * inverse for i in range(4)]
+            word = e4m3x4(*scaled)
+            word = word if byte != 255 else Int32(0)
+            left = Int32(0)
+            if const_expr(spec.form == "e4m3x2"):
+                back = e4m3x4_to_float(word)
+                left = e4m3x4(*[scaled[i] - back[i] for i in range(4)])
+                left = left if byte != 255 else Int32(0)
+            if within:
                 for i in cutlass.range_constexpr(4):
-                    if within:
-                        codes[row0 + at + i, column] = Uint8((word >> (8 * i)) & 255)
-                        if const_expr(spec.form == "e4m3x2"):
-                            rest[row0 + at + i, column] = Uint8((left >> (8 * i)) & 255)
+                    codes[row0 + 4 * quad + i, column] = Uint8((word >> (8 * i)) & 255)
+                    if const_expr(spec.form == "e4m3x2"):
+                        rest[row0 + 4 * quad + i, column] = Uint8((left >> (8 * i)) & 255)
 
 
 class Bound:
-    """Exponent of each head from its rows' squares: one warp a head."""
+    """Scale byte of each head from its rows' squares: one warp a head."""
 
     def __init__(self, rows: int, parts: int):
         self.rows, self.parts = rows, parts
@@ -160,7 +181,7 @@ class Bound:
             top = magnitude_max(top, cute.math.sqrt(total) * factor)
         top = warp_max(top)
         if lane == 0:
-            out[head] = byte_of_amax_bits(top) - 127
+            out[head] = Uint8(cutlass.min(byte_of_amax_bits(top), 254))
 
 
 @kernel_cache
@@ -186,14 +207,14 @@ def _compile_projection_weight(arch: str, spec: WeightSpec):
 @kernel_cache
 def _compile_projection_bound(arch: str, rows: int, parts: int):
     return build(
-        arch, Bound(rows, parts), fake("float32", (symbol(), parts), compact=True), fake("int32", (symbol(),), align=4), Float32(1.0)
+        arch, Bound(rows, parts), fake("float32", (symbol(), parts), compact=True), fake("uint8", (symbol(),), align=1), Float32(1.0)
     )
 
 
 def projection_weight(
     w: Tensor, gain: Tensor, heads: int, form: str, width: int, rotate: bool, centred: bool
 ) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor]:
-    """BF16 of the weight, codes of each part, their scales, and int32 ``[heads]``."""
+    """BF16 of the weight, codes of each part, their scales, and the bound's scale bytes ``[heads]``."""
     rows, columns = w.shape
     w = w if w.stride(1) == 1 else w.contiguous()
     spec = WeightSpec(columns, rows // heads, form, width, rotate, dtype_name(w), dtype_name(gain))
@@ -202,10 +223,10 @@ def projection_weight(
     parts = [torch.empty(rows, columns, dtype=torch.uint8, device=w.device) for _ in range(count)]
     scales = torch.empty(rows // 32, columns // width, dtype=torch.uint8, device=w.device) if count else None
     squares = torch.empty(rows, WARPS * spec.chunks, dtype=torch.float32, device=w.device)
-    exponent = torch.empty(heads, dtype=torch.int32, device=w.device)
+    bytes_ = torch.empty(heads, dtype=torch.uint8, device=w.device)
     arch = arch_of(w.device)
     first = [*parts, None, None][:2]
     launch(_compile_projection_weight(arch, spec), w.device, w, gain.contiguous(), rounded, *first, scales, squares, heads)
     bound = _compile_projection_bound(arch, spec.rows, WARPS * spec.chunks)
-    launch(bound, w.device, squares, exponent, bound_factor(columns, centred))
-    return rounded, parts, scales, exponent
+    launch(bound, w.device, squares, bytes_, bound_factor(columns, centred))
+    return rounded, parts, scales, bytes_

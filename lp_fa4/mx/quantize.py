@@ -78,24 +78,28 @@ def _check_block(block: tuple[int, int], columns: int) -> None:
 
 
 def check_exponent(exponent: int | Tensor, blocks: int) -> None:
-    """Refuse what is no static exponent of ``blocks`` column blocks. A tensor's values are not read: they are clamped to -127 to 127."""
+    """Refuse what is no static exponent of ``blocks`` column blocks. A tensor's values are not read: they are clamped to -127 to 127; uint8
+    holds scale bytes, taken as they are.
+    """
     if not isinstance(exponent, Tensor):
         if not isinstance(exponent, int):
             raise TypeError(f"exponent is {exponent}, a {type(exponent).__name__}; it must be an int or an integer tensor")
         if not -127 <= exponent <= 127:
             raise ValueError(f"exponent is {exponent}; allowed is -127 to 127")
         return
-    if exponent.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
-        raise TypeError(f"exponent has dtype {exponent.dtype}; it must be an int or an integer tensor")
+    if exponent.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"exponent has dtype {exponent.dtype}; it must be an int, an integer tensor, or uint8 scale bytes")
     if exponent.dim() > 1 or (exponent.dim() == 1 and exponent.shape[0] not in (1, blocks)):
         raise ValueError(f"exponent has shape {list(exponent.shape)}; it must be [] or [{blocks}], one for each column block")
 
 
 def static_bytes(exponent: int | Tensor, blocks: int, device: torch.device) -> Tensor:
-    """Scale bytes of a static tensor, uint8 ``[blocks]``, from an exponent or an integer tensor that expands to them."""
+    """Scale bytes of a static tensor, uint8 ``[blocks]``, from an exponent, an integer tensor or uint8 bytes that expand to them."""
     check_exponent(exponent, blocks)
     if isinstance(exponent, int):
         return torch.full((blocks,), exponent + 127, dtype=torch.uint8, device=device)
+    if exponent.dtype == torch.uint8:
+        return exponent.expand(blocks).clone()  # an operator may return it, and no operator returns its input
     return (exponent.to(torch.int32).expand(blocks) + 127).clamp(0, 254).to(torch.uint8)
 
 
@@ -146,7 +150,8 @@ def quantize_mx(
         offsets: int32/int64 ``[B + 1]``, jagged sequences along the token axis, which must then be axis 0. Blocks
             start at each sequence's first token; rows past ``offsets[-1]`` are never read and get payload 0.
         exponent: static exponent ``e`` (payload ``x * 2**-e``): an int, or an integer tensor that expands to the
-            column blocks. The caller vouches for ``|x| <= 448 * 2**e``: larger finite values saturate.
+            column blocks; uint8 holds scale bytes, ``e + 127``. The caller vouches for ``|x| <= 448 * 2**e``: larger
+            finite values saturate.
         validate: read the offsets' values (waits for the device) and, for a static exponent, check the bound.
 
     Returns: ``MXTensor`` with a payload like ``x`` and scales ``[..., rows, ceil(C / block[1])]`` (for ``token_dim``

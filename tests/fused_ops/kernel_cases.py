@@ -288,6 +288,33 @@ def scatter(
     return Case(f"scatter_scales {lengths or tokens} {columns} axis={axis} {block}", arch, None, call, verify)
 
 
+def head_rows(arch: str, rows: int, heads: int, width: int, *, bad: bool = False, apart: int = 0, seed: int = 0) -> Case:
+    """Rows of heads of very different size, one with nothing but zeros; ``bad``: a NaN in one head, an infinity in another; ``apart``:
+    elements between rows."""
+    poison()
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, heads * width + apart, generator=generator)[:, : heads * width].unflatten(1, (heads, width))
+    x = x * torch.exp2(torch.arange(heads) * 9.0 - 12)[:, None] if not apart else x
+    if heads > 2:
+        x[:, 2] = 0.0
+    if bad:
+        x[rows // 2, 0, 1], x[0, 1, width - 1] = torch.nan, -torch.inf
+
+    def call():
+        from fused_ops.head_quantize import kernel
+
+        with host(arch):
+            return kernel.head_quantize(x)
+
+    def verify(got) -> None:
+        from fused_ops.head_quantize import reference
+
+        for name, mine, theirs in zip(("codes", "scale"), got, reference.head_quantize(x), strict=True):
+            assert torch.equal(mine, theirs), name
+
+    return Case(f"head_quantize {rows}x{heads}x{width}", arch, None, call, verify)
+
+
 def weight(
     arch: str,
     heads: int,
@@ -315,9 +342,9 @@ def weight(
     def verify(got) -> None:
         from fused_ops.gemm_quantize import weights
 
-        rounded, parts, scales, exponent = got
+        rounded, parts, scales, bound = got
         wanted = weights.reference(w, gain, heads, form, (32, width), rotate, True)
-        assert torch.equal(exponent, wanted.exponent)
+        assert torch.equal(bound, wanted.bound)
         assert float((rounded != wanted.rounded).float().mean()) <= (0.01 if rotate else 0.0)
         if form == "bf16":
             return

@@ -1,0 +1,89 @@
+"""``head_quantize`` in one launch: a CTA a head reads its rows twice, for the maximum and, from cache, for the codes.
+
+There are as many rows as seeds, once a step: what counts is the one launch in place of some thirty of plain PyTorch.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, Uint8, Uint32
+from torch import Tensor
+
+from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, warp_max
+from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, symbol
+
+THREADS = 1024
+WARPS = THREADS // 32
+
+
+class HeadQuantize:
+    """``width`` elements of a head's row: a thread takes four at a time."""
+
+    def __init__(self, width: int):
+        self.quads = width // 4
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, codes: cute.Tensor, scale: cute.Tensor, stream):
+        self.kernel(x, codes, scale).launch(grid=[Int32(x.shape[1]), 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, codes: cute.Tensor, scale: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        head, _, _ = cute.arch.block_idx()
+        maxima = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
+        count, top = Int32(x.shape[0]) * self.quads, Int32(0)
+        for at in cutlass.range(tid, count, THREADS, unroll=4):
+            values = self.four(x, at, head)
+            for i in cutlass.range_constexpr(4):
+                top = magnitude_max(top, values[i])
+        top = warp_max(top)
+        if tid % 32 == 0:
+            maxima[tid // 32] = top
+        cute.arch.sync_threads()
+        byte = cutlass.min(byte_of_amax_bits(warp_max(maxima[tid % 32])), 254)
+        if tid == 0:
+            scale[head] = Uint8(byte)
+        inverse = inverse_of_byte(byte)
+        for at in cutlass.range(tid, count, THREADS, unroll=4):
+            values = self.four(x, at, head)
+            word = cute.make_rmem_tensor(1, Uint32)
+            word[0] = Uint32(e4m3x4(*[nan_unless_finite(values[i] * inverse) for i in range(4)]))
+            target = self.address(codes, at, head, 4)
+            cute.autovec_copy(
+                word, cute.make_tensor(cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(1))
+            )
+
+    def four(self, x: cute.Tensor, at: Int32, head: Int32) -> cute.Tensor:
+        """Elements ``4 * at`` … of the head's rows laid end to end."""
+        values = cute.make_rmem_tensor(4, Float32)
+        source = cute.make_ptr(Float32, self.address(x, at, head, 16), cute.AddressSpace.gmem, assumed_align=16)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), values)
+        return values
+
+    def address(self, x: cute.Tensor, at: Int32, head: Int32, align: int):
+        """Byte address of these four elements."""
+        return (x.iterator + cute.crd2idx((Int64(at // self.quads), head, 4 * (at % self.quads)), x.layout)).toint()
+
+
+@kernel_cache
+def _compile_head_quantize(arch: str, width: int):
+    rows, heads = symbol(), symbol()
+    return build(
+        arch,
+        HeadQuantize(width),
+        fake("float32", (rows, heads, width)),
+        fake("uint8", (rows, heads, width), align=4, compact=True),
+        fake("uint8", (heads,), align=1, compact=True),
+    )
+
+
+def head_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference's operation on a GPU, the same bytes; FP32 ``x`` with ``D % 4 == 0``."""
+    rows, heads, width = x.shape
+    if x.stride(2) != 1 or x.stride(0) % 4 or x.stride(1) % 4 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    codes = torch.empty(rows, heads, width, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(heads, dtype=torch.uint8, device=x.device)
+    launch(_compile_head_quantize(arch_of(x.device), width), x.device, x, codes, scale)
+    return codes, scale.view(1, heads, 1)
