@@ -202,6 +202,11 @@ class Timing:
         return cls(statistics.median(samples), ordered[0], p90, tuple(samples))
 
 
+LEAD_CYCLES = 10_000_000
+"""What a GPU waits, some 5 ms, at the start of a round, so that launches are queued before the first of them runs: without it the time of a
+small work is that of the host."""
+
+
 def time_interleaved(
     variants: Mapping[str, Callable[[], Any]], device: torch.device | str = "cpu", *, warmup: int = 3, rounds: int = 20
 ) -> dict[str, Timing]:
@@ -225,6 +230,9 @@ def time_interleaved(
     for turn in range(warmup + rounds):
         shift = turn % max(len(names), 1)
         pending = []
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda._sleep(LEAD_CYCLES)
         for name in names[shift:] + names[:shift]:
             if device.type == "cuda":
                 with torch.cuda.device(device):
