@@ -36,7 +36,7 @@ TOOLS = {
     "synccheck": ["--tool", "synccheck"],
 }
 APART = ("initcheck",)
-"""Tools that take a process for each operation of a case, and its operations once: they are slow where they report much."""
+"""Tools that take a process for each operation of a case, once and on a smaller batch: they are slow where they report much."""
 PROBED = {
     "racecheck": [n for n in PROBES if "bulk store" not in n],
     "initcheck": [n for n in PROBES if "bulk store" in n],
@@ -74,7 +74,8 @@ class Job:
         python += [] if self.index is None else ["--index", str(self.index)]
         if self.tool == "emulator":
             return python
-        return [sanitizer, *TOOLS[self.tool], "--show-backtrace", "device", "--print-limit", "300", *python]
+        limit = "50000" if self.tool in APART else "1000"  # more than there are: one kind of report may hide another
+        return [sanitizer, *TOOLS[self.tool], "--show-backtrace", "no", "--print-limit", limit, *python]
 
     def start(self, sanitizer: str, logs: Path) -> None:
         """Start it."""

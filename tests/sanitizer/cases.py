@@ -30,6 +30,8 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 """Operations of each case, by their names in ``tests.properties.subjects``, and what is not the default of ``Choices``. In float32
 ``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles."""
 LENGTHS = (0, 33, 130, 1, 300)
+FEWER = (130, 0, 1)
+"""For one operation alone."""
 SCHEDULES = 4
 """Of the emulator."""
 HELPERS = {
@@ -79,7 +81,9 @@ def operations(name: str, index: int | None, place: Any) -> list[Any]:
     from tests.properties.subjects import Choices, Sample, subjects_at
 
     subjects = {s.name: s for s in subjects_at(place).values()}
-    samples = [Sample(n, 2 + 45 * (i % 3), 2, change="constant" if i == 1 else "") for i, n in enumerate(LENGTHS)]
+    samples = [
+        Sample(n, 2 + 45 * (i % 3), 2, change="constant" if i == 1 else "") for i, n in enumerate(LENGTHS if index is None else FEWER)
+    ]
     calls = []
     for subject, changes in CASES[name] if index is None else CASES[name][index : index + 1]:
         given = {"dtype": "bfloat16", **changes}
