@@ -119,7 +119,7 @@ def backward_calls(shape: Any, device: torch.device, baselines: list[str], notes
 def training_calls(shape: Any, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Forward and backward, BF16 in and out, one copy of the queries a sequence: ours with its quantization, and flash-attn-4's."""
     from benchmarks.kernels_backward_baselines import flash_attn_4_forward, leaves_of
-    from lp_fa4 import flash_attn_varlen_func
+    from lp_fa4 import flash_attn_func, flash_attn_varlen_func
 
     leaves = leaves_of(shape, device)
     offsets_q = torch.arange(shape.batch + 1, device=device, dtype=torch.int32) * shape.queries
@@ -127,7 +127,11 @@ def training_calls(shape: Any, device: torch.device) -> dict[str, Callable[[], A
 
     def ours() -> Tensor:
         q, k, v = leaves
-        out = flash_attn_varlen_func(q, k, v, offsets_q, offsets_k, shape.queries, longest, causal=shape.causal, backend="sm90")
+        if shape.jagged:
+            out = flash_attn_varlen_func(q, k, v, offsets_q, offsets_k, shape.queries, longest, causal=shape.causal, backend="sm90")
+        else:
+            q, k, v = (x.unflatten(0, (shape.batch, -1)) for x in leaves)
+            out = flash_attn_func(q, k, v, causal=shape.causal, backend="sm90")
         assert isinstance(out, Tensor)
         return out
 

@@ -193,12 +193,13 @@ def flash_attn_func(
     if k.shape[0] != batch:
         raise ValueError(f"k has batch {k.shape[0]} but q has {batch}; they must be equal")
     causal = _check_flash(q, k, v, dropout_p, causal, window_size, softcap, alibi_slopes)
+    each = torch.arange(batch + 1, device=q.device, dtype=torch.int64)
     out, lse = _flash(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
-        equal_offsets(batch, queries, q.device),
-        equal_offsets(batch, k.shape[1], q.device),
+        each * queries,
+        each * k.shape[1],
         softmax_scale,
         causal,
         deterministic,
@@ -274,11 +275,6 @@ def _flash(q, k, v, offsets_q, offsets_k, softmax_scale, causal, deterministic, 
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     made = ops.flash_attention_forward(q, k, v, offsets_q, offsets_k, queries, scale, causal, deterministic, config.key, backend, backward)
     return made[0], made[1]
-
-
-def equal_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
-    """int64 offsets of ``batch`` sequences of ``tokens``, made on the device."""
-    return torch.arange(batch + 1, device=device, dtype=torch.int64) * tokens
 
 
 def _check_flash(q, k, v, dropout_p, causal, window_size, softcap, alibi_slopes) -> bool:
