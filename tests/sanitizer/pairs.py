@@ -43,8 +43,79 @@ FORWARD, STAGED, WEIGHT, BACKWARD = (
     "weight_gradient_codes WeightGradientOfCodes",
     "backward_main BackwardMain",
 )
-PAIRS: tuple[Pair, ...] = ()
-OTHERS: tuple[Other, ...] = ()
+MET = "the lanes that read have met at bar.warp.sync or a named barrier when one of them arrives on {}, which the writer waits for"
+REUSE, BULK, PUBLISH, RELAY = "reuse, one arrives", "reuse, bulk, one arrives", "publish, one arrives", "relay, one arrives"
+
+
+def _record(write: str, read: str) -> Pair:
+    return Pair(BACKWARD, f"backward_load.py {write}", read, REUSE, "an item's record: " + MET.format("k_empty"))
+
+
+def _statistics(read: str) -> Pair:
+    reason = "a stage's statistics: " + MET.format("a_empty")
+    return Pair(BACKWARD, "backward_load.py copy_warp", f"backward_compute.py {read}", BULK, reason)
+
+
+PAIRS: tuple[Pair, ...] = (
+    Pair(
+        FORWARD,
+        "forward_producer.py produce",
+        "forward_consumer.py factors_of",
+        REUSE,
+        "exponents of a stage: " + MET.format("k_empty"),
+    ),
+    *(
+        Pair(FORWARD, "forward_producer.py produce", f"forward_epilogue.py {f}", REUSE, "an item's record: " + MET.format("q_empty"))
+        for f in ("finish", "finish_split")
+    ),
+    *(_statistics(f) for f in ("probabilities", "score_gradients", "step", "segment_factors")),
+    _record("copy_warp", "backward_load.py __init__"),
+    _record("copy_warp", "backward_dq.py largest_scale"),
+    _record("copy_warp", "backward_compute.py key_factors"),
+    Pair(
+        BACKWARD,
+        "backward_compute.py publish",
+        "backward_dq.py agree",
+        REUSE,
+        "scales of a buffer of dS: " + MET.format("ds_empty"),
+    ),
+    Pair(
+        BACKWARD,
+        "backward_compute.py first_exponent",
+        "backward_compute.py first_exponent",
+        RELAY,
+        "maxima of a stage: a lane writes, its warpgroup meets at a named barrier and reads; overwritten after every warp released the "
+        "stage and the copy warp filled it again",
+    ),
+    Pair(STAGED, "staged.py load", "staged.py read", BULK, "rows of a stage: " + MET.format("empty")),
+    Pair(
+        WEIGHT,
+        "weight_gradient_codes.py tabulate",
+        "weight_gradient_codes.py compute",
+        PUBLISH,
+        "a step's table: its writers meet at bar.warp.sync, one of them arrives on table, which the readers wait for",
+    ),
+    Pair(
+        WEIGHT,
+        "weight_gradient_codes.py tabulate",
+        "weight_gradient_codes.py converted",
+        PUBLISH,
+        "a step's table: its writers meet at bar.warp.sync, one of them arrives on table, which the readers wait for",
+    ),
+    Pair(
+        WEIGHT,
+        "weight_gradient_codes.py scan",
+        "weight_gradient_codes.py unit",
+        RELAY,
+        "a segment's largest exponents: three warps meet at a named barrier, one of them then arrives on table, which the readers wait for",
+    ),
+)
+UNWRITTEN, STORED = "Uninitialized __global__ memory read", "bulk store, bulk"
+BULK_STORED = "written by bulk stores of the kernel before, which the tool does not follow; what fresh memory holds reaches no result"
+OTHERS: tuple[Other, ...] = (
+    Other(UNWRITTEN, BACKWARD, "backward_load.py share_tile", STORED, "images of Q and dO: " + BULK_STORED),
+    Other(UNWRITTEN, "backward_prepass Prepass", "backward_rows.py eight_columns", STORED, "rows of O: " + BULK_STORED),
+)
 
 
 @functools.cache
