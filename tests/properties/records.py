@@ -1,0 +1,74 @@
+"""The records of the campaigns: as one table, random inputs by property and place; and several runs of one place as one record.
+
+python -m tests.properties.records
+python -m tests.properties.records --merge RUN.json RUN.json --out benchmarks/results/cpu/properties_sm_100a.json
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.processes import ROOT
+
+RECORDS = {
+    "reference": "benchmarks/results/cpu/properties_reference.json",
+    "H200": "benchmarks/results/h200/properties.json",
+    "emulated sm_90a": "benchmarks/results/cpu/properties_sm_90a.json",
+    "emulated sm_100a": "benchmarks/results/cpu/properties_sm_100a.json",
+}
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """Each place's record."""
+    return {place: json.loads((ROOT / path).read_text(encoding="utf-8")) for place, path in RECORDS.items()}
+
+
+def table() -> str:
+    """Markdown: a line a property, "inputs / operations" in each place, then sums, failures and commits."""
+    records = load()
+    by_place = {place: next(iter(record["by_property"].values())) for place, record in records.items()}
+    lines = ["| property | " + " | ".join(records) + " |", "|---" * (len(records) + 1) + "|"]
+    for about in sorted({about for found in by_place.values() for about in found}):
+        cells = [found.get(about, {}) for found in by_place.values()]
+        lines.append(f"| {about} | " + " | ".join(f"{sum(c.values()):,} / {len(c)}" if c else "-" for c in cells) + " |")
+    lines.append("| all | " + " | ".join(f"{sum(record['inputs'].values()):,}" for record in records.values()) + " |")
+    lines.append("| failures | " + " | ".join(str(len(record["failures"]) or "none") for record in records.values()) + " |")
+    commits = [record["environment"]["commit"][:7] for record in records.values()]
+    lines.append("| commit | " + " | ".join(commits) + " |")
+    return "\n".join(lines)
+
+
+def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Inputs added up, failures of all, the last run's surroundings, and what each run was."""
+    inputs: dict[str, dict[str, dict[str, int]]] = {}
+    for run in runs:
+        for place, properties in run["by_property"].items():
+            for about, subjects in properties.items():
+                found = inputs.setdefault(place, {}).setdefault(about, {})
+                for subject, n in subjects.items():
+                    found[subject] = found.get(subject, 0) + n
+    return {
+        "place": runs[0]["place"],
+        "failures": [failure for run in runs for failure in run["failures"]],
+        "inputs": {place: sum(n for s in kinds.values() for n in s.values()) for place, kinds in inputs.items()},
+        "by_property": inputs,
+        "runs": [{"commit": r["environment"]["commit"], "inputs": r["inputs"], "seconds": r.get("seconds")} for r in runs],
+        "environment": runs[-1]["environment"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    if not chosen.merge:
+        print(table())
+        return
+    text = json.dumps(merge([json.loads(path.read_text(encoding="utf-8")) for path in chosen.merge]), indent=1) + "\n"
+    chosen.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
