@@ -213,15 +213,32 @@ def keep_in_range(S, x, dK):
     return x
 
 
+def full_codes(codes):
+    """Not 0 if a code of this thread is 448 or NaN: two more then flips the bit of the sign (as a carry from such a code below may)."""
+    full = [Int32(0), Int32(0)]
+    for i in range(8):
+        full[i % 2] = full[i % 2] | (codes[i] ^ (codes[i] + 0x02020202))
+    return (full[0] | full[1]) & -0x7F7F7F80
+
+
 @cute.jit
 def recode_if_full(S, codes, x, dK):
-    """As :func:`keep_in_range` after ``S`` was coded: looks for 448 (or NaN) among the codes, a third fewer instructions."""
-    full = (codes[0] & 0x7F7F7F7F) + 0x02020202
-    for i in cutlass.range_constexpr(1, 8):
-        full = full | ((codes[i] & 0x7F7F7F7F) + 0x02020202)
-    if cute.arch.vote_any_sync((full & -0x7F7F7F80) != 0):
+    """As :func:`keep_in_range` after ``S`` was coded: fewer instructions."""
+    if cute.arch.vote_any_sync(full_codes(codes) != 0):
         x = lower(S, x, dK)
         to_codes(S, codes)
+    return x
+
+
+@cute.jit
+def publish_in_range(spec, w, S, codes, buffer, x, dK):
+    """:func:`publish`, then what :func:`recode_if_full` does, and once more if need be: nothing waits for the vote."""
+    full = full_codes(codes)
+    publish(spec, w, S, codes, buffer, x)
+    if cute.arch.vote_any_sync(full != 0):
+        x = lower(S, x, dK)
+        to_codes(S, codes)
+        publish(spec, w, S, codes, buffer, x)
     return x
 
 
@@ -317,7 +334,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         to_codes(dP, w.dS, (e[0], e[1]))
     else:
         to_codes(dP, w.dS)
-        if const_expr(kind != FIRST):
+        if const_expr(kind != FIRST and spec.tiles):
             x = recode_if_full(dP, w.dS, x, dK)
     cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
     if const_expr(spec.tiles):
@@ -327,8 +344,10 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         if share < SMALL_SHARE:
             to_codes(dP, w.dS, (share, share))
         publish(spec, w, dP, codes, buffer, x * common)
-    else:
+    elif const_expr(kind == FIRST or spec.fold):
         publish(spec, w, dP, w.dS, buffer, x)
+    else:
+        x = publish_in_range(spec, w, dP, w.dS, buffer, x, dK)
     return x
 
 

@@ -1,10 +1,11 @@
-"""Attention backward on Hopper: from an ``AttentionProblem`` and its forward's result to gradients, in three launches and a work list.
+"""Attention backward on Hopper: from an ``AttentionProblem`` and its forward's result to gradients, in four steps.
 
-``backward_prepass`` (dO8, statistics, zeros) → ``backward_suffix`` (only where P is not centred by the caller) → ``backward_main`` (dK,
-dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). Where this differs from the reference in rounding: dO has one exponent a row
-instead of one per 32 x 32 block (its products fold exponents into P, so finer ones are free); dS has one running exponent per 64 keys for
-all queries of a chunk (no Hopper MMA scales blocks, and both axes of dS are contracted), whatever ``config.ds_block`` says; p meets dS as
-BF16; P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask for it (``fold_l_into_do`` only).
+``backward_prepass`` (dO8, statistics, zeros) → ``backward_suffix`` (only where P is not centred by the caller) → ``backward_items`` (work
+list, more zeros) → ``backward_main`` (dK, dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). Where this differs from the reference in
+rounding: dO has one exponent a row instead of one per 32 x 32 block (its products fold exponents into P, so finer ones are free); dS has
+one running exponent per 64 keys for all queries of a chunk (no Hopper MMA scales blocks, and both axes of dS are contracted), whatever
+``config.ds_block`` says; p meets dS as BF16; P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask
+for it (``fold_l_into_do`` only).
 ``BACKWARD.md`` has the reasons and the measurements.
 """
 
@@ -19,7 +20,6 @@ from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
-from lp_fa4.sm90.backward_items import item_capacity, work_items
 from lp_fa4.sm90.backward_layout import CHUNK, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec, PrepassSpec, rows_of
 from lp_fa4.sm90.forward_host import HEAD_DIMS, token_blocks
 
@@ -98,7 +98,11 @@ class _Sizes:
 
 def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Sizes:
     device, batch, queries = p.device, p.batch, p.queries
-    offsets_k, offsets_q = device_offsets(p)
+    offsets_k = p.offsets_k if p.offsets_k is not None else torch.arange(2, dtype=torch.int32, device=device) * p.tokens
+    offsets_q = offsets_k  # not read
+    if queries is None:
+        assert p.offsets_q is not None
+        offsets_q = p.offsets_q.to(offsets_k.dtype)
     half = p.config.dq_dtype == torch.float16
     fold = (not p.q.is_static and p.q.block[0] % QUERY_TILE != 0) or p.k.block[0] == 32
     spec = BackwardSpec(
@@ -129,10 +133,12 @@ def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Si
 def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> list[Tensor]:
     """What ``prepare_backward`` fills: images of dO and of Q, statistics, column sums of dO, factors of dQ (empty unless it is FP16),
     coherent part of dV (empty unless needed), dQ sums. Uninitialised, from shapes alone."""
-    if nothing_to_do(problem):
-        return []
-    z, heads, d = _sizes(problem, deterministic), problem.heads, problem.head_dim
-    empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=problem.device)  # noqa: E731
+    return [] if nothing_to_do(problem) else _workspaces(problem, _sizes(problem, deterministic))
+
+
+def _workspaces(p: AttentionProblem, z: _Sizes) -> list[Tensor]:
+    heads, d = p.heads, p.head_dim
+    empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=p.device)  # noqa: E731
     return [
         empty(torch.uint8, z.tile_rows, heads, 2 * z.spec.tile_bytes),
         empty(torch.uint8, z.dq_rows, heads, 2 * z.spec.tile_bytes),
@@ -140,8 +146,16 @@ def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> lis
         empty(torch.float32, z.chunk_rows, heads, d),
         empty(torch.float32, z.chunk_rows if z.spec.dq_half else 0, heads),
         empty(torch.float32, z.tile_rows if z.spec.suffix else 0, heads, d),
-        empty(problem.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
+        empty(p.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
     ]
+
+
+def _query_codes(p: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """Codes of q and scale bytes ``[rows, H]``: blocks narrower than a head are coded again, under one exponent."""
+    offsets = None
+    if p.q.scale.shape[-1] != 1:
+        offsets = torch.arange(2, dtype=torch.int32, device=p.device) * p.q.shape[0] if p.shared_q else device_offsets(p)[1]
+    return token_blocks(p.q, offsets)[:2]
 
 
 def prepare_backward(
@@ -151,16 +165,15 @@ def prepare_backward(
     the gradients of k and v. Arguments as of ``backward``; returns the filled ``workspaces``."""
     _check(problem, result, dout)
     p, config = problem, problem.config
-    spaces = workspaces(p, deterministic=deterministic)
-    if not spaces:
+    if nothing_to_do(p):
         return []
     from lp_fa4.sm90.backward_prepass import compile_prepass
     from lp_fa4.sm90.backward_suffix import compile_suffix
 
-    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = spaces
     z, half = _sizes(p, deterministic), config.dq_dtype == torch.float16
-    one_set = torch.arange(2, dtype=z.offsets_k.dtype, device=p.device) * p.q.shape[0]
-    q, q_scale, _ = token_blocks(p.q, one_set if p.shared_q else z.offsets_q)
+    spaces = _workspaces(p, z)
+    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = spaces
+    q, q_scale = _query_codes(p)
     prepass = PrepassSpec(
         head_dim=p.head_dim,
         shared=p.shared_q,
@@ -221,7 +234,7 @@ def finish_backward(
     mxfp8 = p.config.grad_format == "mxfp8"
     if nothing_to_do(p):
         return empty_gradients(p)
-    from lp_fa4.common.zero_tail import compile_zero_tail
+    from lp_fa4.sm90.backward_items import item_capacity, work_items
     from lp_fa4.sm90.backward_main import compile_main
     from lp_fa4.sm90.backward_postpass import compile_postpass
 
@@ -231,15 +244,22 @@ def finish_backward(
     spec, offsets_k, offsets_q = z.spec, z.offsets_k, z.offsets_q
     k, k_scale, _ = token_blocks(p.k, offsets_k)
     v, v_scale, _ = token_blocks(p.v, offsets_k)
-    items, total = work_items(offsets_k, offsets_q, queries=queries, tokens=p.tokens, serial=spec.serial, keys=spec.item_keys)
     capacity = item_capacity(p.tokens, batch, spec.serial, spec.item_keys) * kv_heads
     ctas = 2 * min(multiprocessors(device) // 2, capacity) if spec.cluster else min(multiprocessors(device), capacity)
     empty = lambda kind, *shape: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
     dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
-    rows = [x.view(torch.uint8).flatten(1) for x in (dk, dv)]
-    launch(compile_zero_tail(arch, dtype_name(offsets_k)), device, *rows, offsets_k)
     groups = group_rows(p.tokens, batch) if mxfp8 else 1
-    scales = [torch.zeros(groups, kv_heads, d // 32, dtype=torch.uint8, device=device) for _ in range(2)]
+    scales = [empty(torch.uint8, groups, kv_heads, d // 32) for _ in range(2)]
+    items, state = work_items(
+        arch,
+        offsets_k,
+        offsets_q,
+        [x.view(torch.uint8).flatten(1) for x in (dk, dv)],
+        [x.view(-1) for x in scales] if mxfp8 else [],
+        queries=queries,
+        serial=spec.serial,
+        keys=spec.item_keys,
+    )
     scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
     dq = empty(dq_dtype, *p.q.shape)
     apart = spec.centred and not spec.whole
@@ -252,7 +272,7 @@ def finish_backward(
         k_scale,
         v_scale,
         items,
-        total,
+        state,
         q_tiles,
         do_tiles,
         stats,

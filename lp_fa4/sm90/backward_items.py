@@ -1,15 +1,28 @@
-"""Work items of the backward's main kernel, made on the device: no value is read by the host.
+"""Work items of the backward's main kernel, made on the device: no value is read by the host. What that kernel leaves unwritten, and must
+be zero, is zeroed by the same launches.
 
 An item is one key tile of one sequence (or, ``serial``, all key tiles of a sequence); the kernel takes each once per key/value head: all
 key tiles of a sequence's first head, then of its second (field 1 says where the sequence begins), so that the heads at work at one time
-are few and their dQ and query operands stay in L2. Where sequences differ in queries they are sorted, longest first, in a stable order, so
-that the list is the same from run to run; elsewhere items are equal, or longest first inside each head (causal), and stay in memory order.
+are few and their dQ and query operands stay in L2. Where sequences differ in the work of an item they are sorted, longest first (a counting
+sort with bins a sixteenth apart); elsewhere they stay in memory order.
+
+Two launches: one CTA gives each sequence its place, then a warp a sequence writes its items.
 """
 
+import cutlass
+import cutlass.cute as cute
 import torch
+from cutlass import Float32, Int32, Int64, const_expr
 from torch import Tensor
 
-from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE
+from lp_fa4.common.numbers import bits_of, effect
+from lp_fa4.compile import build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE
+
+THREADS = 256
+BINS = 1024
+ZEROING = 128
+"""CTAs of the second launch at least, for what it zeroes."""
 
 
 def item_capacity(tokens: int, batch: int, serial: bool, keys: int = KEY_TILE) -> int:
@@ -17,40 +30,204 @@ def item_capacity(tokens: int, batch: int, serial: bool, keys: int = KEY_TILE) -
     return batch if serial else tokens // keys + batch
 
 
+class WorkItems:
+    """``jagged``: queries come from offsets; ``serial``, ``keys``: of an item; ``scaled``: the gradients have scale bytes."""
+
+    def __init__(self, jagged: bool, serial: bool, keys: int, scaled: bool):
+        self.jagged, self.serial, self.keys, self.scaled = jagged, serial, keys, scaled
+
+    @cute.jit
+    def __call__(
+        self,
+        offsets_k: cute.Tensor,
+        offsets_q: cute.Tensor,
+        items: cute.Tensor,
+        state: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dk_scale: cute.Tensor | None,
+        dv_scale: cute.Tensor | None,
+        queries: Int32,
+        stream,
+    ):
+        batch = Int32(offsets_k.shape[0]) - 1
+        self.place(offsets_k, offsets_q, state, queries).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        grid = cutlass.max((batch + (THREADS // 32 - 1)) // (THREADS // 32), Int32(ZEROING))
+        self.write(offsets_k, offsets_q, items, state, dk, dv, dk_scale, dv_scale, queries).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.jit
+    def sizes(self, offsets_k: cute.Tensor, offsets_q: cute.Tensor, queries: Int32, b: Int32):
+        """(key tiles, queries) of sequence ``b``."""
+        tiles = (Int32(offsets_k[b + 1]) - Int32(offsets_k[b]) + (self.keys - 1)) // self.keys
+        rows = queries
+        if const_expr(self.jagged):
+            rows = Int32(offsets_q[b + 1]) - Int32(offsets_q[b])
+        return tiles, rows
+
+    def count(self, tiles):
+        """Items of a sequence."""
+        return Int32(1) if self.serial else tiles
+
+    def bin(self, tiles, rows):
+        """Bin of a sequence by the work of one of its items, the most in the first: four bits of mantissa."""
+        work = Float32((rows + (QUERY_TILE - 1)) // QUERY_TILE) * (Float32(tiles) if self.serial else Float32(1.0))
+        above = (bits_of(work) >> 19) - ((127 << 4) - 1)  # 0 for no work
+        return BINS - 1 - cutlass.max(cutlass.min(above, BINS - 1), Int32(0))
+
+    @cute.kernel
+    def place(self, offsets_k: cute.Tensor, offsets_q: cute.Tensor, state: cute.Tensor, queries: Int32):
+        """``state``: number of items, 0 (the counter that CTAs draw from), first item of each sequence."""
+        tid, _, _ = cute.arch.thread_idx()
+        batch = Int32(offsets_k.shape[0]) - 1
+        smem = cutlass.utils.SmemAllocator()
+        totals = smem.allocate_tensor(Int32, cute.make_layout(THREADS // 32), byte_alignment=16)
+        if const_expr(self.jagged or self.serial):
+            each = BINS // THREADS
+            bins = smem.allocate_tensor(Int32, cute.make_layout(BINS), byte_alignment=16)
+            for i in cutlass.range_constexpr(each):
+                bins[each * tid + i] = Int32(0)
+            cute.arch.sync_threads()
+            for b in cutlass.range(tid, batch, THREADS, unroll=1):
+                tiles, rows = self.sizes(offsets_k, offsets_q, queries, b)
+                cute.arch.atomic_add(bins.iterator + self.bin(tiles, rows), self.count(tiles), sem="relaxed", scope="cta")
+            cute.arch.sync_threads()
+            mine = Int32(0)
+            for i in cutlass.range_constexpr(each):
+                mine = mine + bins[each * tid + i]
+            before = self.scan(mine, totals, state)
+            for i in cutlass.range_constexpr(each):
+                here = bins[each * tid + i]
+                bins[each * tid + i] = before
+                before = before + here
+            cute.arch.sync_threads()
+            for b in cutlass.range(tid, batch, THREADS, unroll=1):
+                tiles, rows = self.sizes(offsets_k, offsets_q, queries, b)
+                state[2 + b] = cute.arch.atomic_add(bins.iterator + self.bin(tiles, rows), self.count(tiles), sem="relaxed", scope="cta")
+        else:
+            each = (batch + (THREADS - 1)) // THREADS
+            first, end = each * tid, cutlass.min(each * tid + each, batch)
+            mine = Int32(0)
+            for b in cutlass.range(first, end, unroll=4):
+                mine = mine + self.sizes(offsets_k, offsets_q, queries, b)[0]
+            before = self.scan(mine, totals, state)
+            for b in cutlass.range(first, end, unroll=4):
+                state[2 + b] = before
+                before = before + self.sizes(offsets_k, offsets_q, queries, b)[0]
+
+    @cute.jit
+    def scan(self, mine: Int32, totals: cute.Tensor, state: cute.Tensor):
+        """Sum of ``mine`` over the threads before this one; the sum over all goes to ``state``."""
+        tid, _, _ = cute.arch.thread_idx()
+        lane, running = tid % 32, mine
+        for i in cutlass.range_constexpr(5):
+            left = cute.arch.shuffle_sync_up(running, offset=1 << i, mask_and_clamp=0)
+            running = running + (left if lane >= (1 << i) else 0)
+        if lane == 31:
+            totals[tid // 32] = running
+        cute.arch.sync_threads()
+        before, all_ = Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(THREADS // 32):
+            before = before + (totals[i] if i < tid // 32 else 0)
+            all_ = all_ + totals[i]
+        if tid == 0:
+            state[0] = all_
+            state[1] = Int32(0)
+        return before + running - mine
+
+    @cute.kernel
+    def write(
+        self,
+        offsets_k: cute.Tensor,
+        offsets_q: cute.Tensor,
+        items: cute.Tensor,
+        state: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dk_scale: cute.Tensor | None,
+        dv_scale: cute.Tensor | None,
+        queries: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        batch = Int32(offsets_k.shape[0]) - 1
+        b = bid * (THREADS // 32) + tid // 32
+        if b < batch:
+            tiles, rows = self.sizes(offsets_k, offsets_q, queries, b)
+            k0, row0 = Int32(offsets_k[b]), b * queries
+            tile_row = b * ((queries + (QUERY_TILE - 1)) // QUERY_TILE)
+            if const_expr(self.jagged):
+                row0 = Int32(offsets_q[b])
+                tile_row = row0 // QUERY_TILE + b
+            start = state[2 + b]
+            fields = [b, start, Int32(0), k0, Int32(offsets_k[b + 1]) - k0, tile_row, rows, k0 // 32 + b]
+            if const_expr(self.serial):
+                fields[1], fields[2] = Int32(0), tiles
+            for i in cutlass.range(tid % 32, self.count(tiles), 32, unroll=1):
+                at = items.iterator.toint() + Int64(start + i) * (4 * ITEM_FIELDS)
+                for half in cutlass.range_constexpr(2):
+                    four = fields[4 * half : 4 * half + 4]
+                    effect([at + 16 * half, *four], "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r")
+        for x in (dk, dv):  # rows past the last sequence
+            width = Int32(x.shape[1])
+            for row in cutlass.range(Int32(offsets_k[batch]) + bid, Int32(x.shape[0]), grid, unroll=1):
+                for i in cutlass.range(tid, width // 16, THREADS, unroll=1):
+                    zero16(x.iterator.toint() + Int64(row) * width + 16 * i)
+        if const_expr(self.scaled):  # rows that belong to no group
+            for x in (dk_scale, dv_scale):
+                size = Int32(x.shape[0])
+                for i in cutlass.range(bid * THREADS + tid, size // 16, grid * THREADS, unroll=1):
+                    zero16(x.iterator.toint() + Int64(i) * 16)
+                if bid == 0 and tid < size % 16:
+                    x[size - 1 - tid] = cutlass.Uint8(0)
+
+
+def zero16(address):
+    """16 bytes of global memory become 0."""
+    effect([address], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
+
+
+@kernel_cache
+def compile_items(arch: str, jagged: bool, serial: bool, keys: int, scaled: bool, offsets_dtype: str):
+    """Compile for ``arch``. Arguments at launch: as of :func:`work_items`; queries a sequence (if not jagged)."""
+    rows, width, offsets = symbol(), symbol(16), fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)
+    return build(
+        arch,
+        WorkItems(jagged, serial, keys, scaled),
+        offsets,
+        offsets,
+        fake("int32", (symbol(), ITEM_FIELDS), compact=True),
+        fake("int32", (symbol(),), align=4, compact=True),
+        *[fake("uint8", (rows, width), compact=True) for _ in range(2)],
+        *[fake("uint8", (symbol(),), compact=True) if scaled else None for _ in range(2)],
+        Int32(1),
+    )
+
+
 def work_items(
-    offsets_k: Tensor, offsets_q: Tensor | None, *, queries: int | None, tokens: int, serial: bool, keys: int = KEY_TILE
+    arch: str,
+    offsets_k: Tensor,
+    offsets_q: Tensor,
+    gradients: list[Tensor],
+    scales: list[Tensor],
+    *,
+    queries: int | None,
+    serial: bool,
+    keys: int = KEY_TILE,
 ) -> tuple[Tensor, Tensor]:
-    """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and their number, int32 ``[1]``.
+    """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and state int32 ``[2 + B]``: their number, 0, and more.
 
     Args:
-        offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same, or None with ``queries`` a sequence. tokens: rows of k. keys: of an item.
+        offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same, read where ``queries`` (of every sequence) is None.
+        gradients: two, uint8 ``[T, bytes]``, whose rows past ``offsets_k[-1]`` become 0. scales: two, uint8, flat, that
+            become 0; or none. keys: of an item.
     """
     batch, device = offsets_k.shape[0] - 1, offsets_k.device
-    capacity = item_capacity(tokens, batch, serial, keys)
-    start = offsets_k[:-1].to(torch.int32)
-    length = offsets_k[1:].to(torch.int32) - start
-    index = torch.arange(batch, dtype=torch.int32, device=device)
-    if queries is None:
-        assert offsets_q is not None
-        first_query = offsets_q[:-1].to(torch.int32)
-        rows = offsets_q[1:].to(torch.int32) - first_query
-        tile_row = first_query // QUERY_TILE + index
-    else:
-        rows = torch.full_like(start, queries)
-        tile_row = index * -(-queries // QUERY_TILE)
-    tiles = (length + (keys - 1)) // keys
-    scale_row = start // 32 + index
-    if serial:
-        fields = torch.stack([index, torch.zeros_like(index), tiles, start, length, tile_row, rows, scale_row], 1)
-        cost = tiles.to(torch.int64) * rows
-        order = torch.argsort(cost, descending=True, stable=True)
-        return fields[order].contiguous(), torch.full((1,), batch, dtype=torch.int32, device=device)
-    columns = [index, torch.zeros_like(index), torch.zeros_like(index), start, length, tile_row, rows, scale_row]
-    if queries is None:
-        order = torch.argsort(rows, descending=True, stable=True)
-        tiles, columns = tiles[order], [x[order] for x in columns]
-    ends = torch.cumsum(tiles, 0, dtype=torch.int64)
-    columns[1] = (ends - tiles).to(torch.int32)
-    item = torch.arange(capacity, dtype=torch.int64, device=device)
-    owner = torch.searchsorted(ends, item, right=True).clamp(max=batch - 1)
-    return torch.stack(columns, 1)[owner].contiguous(), ends[-1:].to(torch.int32)
+    capacity = item_capacity(gradients[0].shape[0], batch, serial, keys)
+    items = torch.empty(capacity, ITEM_FIELDS, dtype=torch.int32, device=device)
+    state = torch.empty(2 + batch, dtype=torch.int32, device=device)
+    kernel = compile_items(arch, queries is None, serial, keys, bool(scales), dtype_name(offsets_k))
+    launch(kernel, device, offsets_k, offsets_q, items, state, *gradients, *(scales or (None, None)), queries or 0)
+    return items, state

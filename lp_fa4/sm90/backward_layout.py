@@ -80,6 +80,11 @@ class BackwardSpec:
         return self.deterministic and (self.dq_half or not self.shared)
 
     @property
+    def drawn(self) -> bool:
+        """CTAs draw the next item of the list as they become free; otherwise each takes every so manieth."""
+        return not (self.cluster or self.deterministic)
+
+    @property
     def tile_bytes(self) -> int:
         """Bytes of a query tile's codes."""
         return QUERY_TILE * self.head_dim

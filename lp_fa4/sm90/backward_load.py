@@ -62,11 +62,12 @@ def query_span(spec, item):
 
 
 def segment(spec, item, first, chunk, chunks, s):
-    """Segment ``s`` of an item: (query head, first tile, tiles, tile to start with). Neighbouring key tiles start at different
-    chunks and query tiles, so that their dQ reductions do not meet."""
+    """Segment ``s`` of an item: (query head, first tile, tiles, tile to start with). All key tiles walk the chunks in the same order, so
+    that CTAs on one head meet the same query operands and sums of dQ while those are in L2; neighbours start at different tiles of a
+    chunk, so that their reductions do not meet."""
     turn = item.n // 2 if spec.cluster else item.n
     head = item.hk * spec.group + s // chunks
-    c = chunk + (s + turn) % chunks
+    c = chunk + s % chunks
     low = cutlass.max(first, CHUNK_TILES * c)
     count = cutlass.min(CHUNK_TILES * c + CHUNK_TILES, item.tiles) - low
     return head, low, count, turn % count
@@ -74,7 +75,8 @@ def segment(spec, item, first, chunk, chunks, s):
 
 @cute.jit
 def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob):
-    """Producer. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses of the images.
+    """Producer. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses of the images, and the
+    counter that items are drawn from.
 
     It alone reads the work list and the scales; the other roles find each item's record in shared memory, so that no global latency
     stands at the start of their items.
@@ -90,7 +92,8 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
     if const_expr(spec.cluster):  # both CTAs walk the same items; each reads half of the query side for both
         rank = bid % 2
         bid, grid = bid // 2, grid // 2
-    for t in cutlass.range(bid, total, grid, unroll=1):
+    t = bid
+    while t < total:
         entry = t // kv_heads
         fields = [None, *(Int32(items[entry, i]) for i in range(1, 7)), None]  # the others when they are wanted: registers are short
         tiles, key_tiles = (fields[6] + (QUERY_TILE - 1)) // QUERY_TILE, (fields[4] + (spec.item_keys - 1)) // spec.item_keys
@@ -149,6 +152,13 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
                     turn = turn + 1
                     if turn == count:
                         turn = Int32(0)
+        if const_expr(spec.drawn):  # this late: who is behind takes fewer, and the loads under way hide the latency
+            drawn = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                drawn = cute.arch.atomic_add(glob.counter, Int32(1), sem="relaxed", scope="gpu")
+            t = grid + cute.arch.shuffle_sync(drawn, 0)
+        else:
+            t = t + grid
     cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
     for i in range(2):
         store_words(smem.record + RECORD_BYTES * kv + 16 * i, [Int32(-1)] * 4)

@@ -72,7 +72,7 @@ class BackwardMain:
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
         items: cute.Tensor,
-        total: cute.Tensor,
+        state: cute.Tensor,
         q_tiles: cute.Tensor,
         do_tiles: cute.Tensor,
         stats: cute.Tensor,
@@ -116,7 +116,7 @@ class BackwardMain:
             k_scale,
             v_scale,
             items,
-            total,
+            state,
             address(q_tiles),
             address(do_tiles),
             address(stats),
@@ -179,7 +179,7 @@ class BackwardMain:
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
         items: cute.Tensor,
-        total_items: cute.Tensor,
+        state: cute.Tensor,
         q_tiles: Int64,
         do_tiles: Int64,
         stats: Int64,
@@ -235,12 +235,12 @@ class BackwardMain:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        total = Int32(total_items[0]) * kv_heads
+        total = Int32(state[0]) * kv_heads
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
                 tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
-                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats)
+                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats, counter=state.iterator + 1)
                 copy_warp(spec, a_stages, b_stages, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
         elif warp >= 12:
             cute.arch.setmaxregister_decrease(REGISTERS[2])
@@ -432,12 +432,12 @@ class BackwardMain:
 def compile_main(arch: str, spec: BackwardSpec):
     """Compile for ``arch``. Arguments at launch, in order (all row-major and compact unless said otherwise; H = Hkv * group):
 
-    k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; total: int32
-    ``[1]``, items in use; q_tiles, do_tiles: uint8 ``[tile rows, H, 2 * 64 * D]``, plain and turned; stats: fp32 ``[tile rows, H, 256]``;
-    dq: fp32 or fp16 ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; dk, dv: bf16 or uint8 ``[T, Hkv, D]``; dk_scale, dv_scale:
-    uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused unless ``long``); suffix: fp32 ``[tile
-    rows, H, D]``, or column sums of dO, ``[chunk rows, H, D]`` (unused unless ``suffix`` or ``whole``); ints: dQ buffers, tile rows of a
-    buffer, CTAs.
+    k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; state: int32,
+    items in use and a counter that is 0 (``backward_items``); q_tiles, do_tiles: uint8 ``[tile rows, H, 2 * 64 * D]``, plain and turned;
+    stats: fp32 ``[tile rows, H, 256]``; dq: fp32 or fp16 ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; dk, dv: bf16 or uint8
+    ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused
+    unless ``long``); suffix: fp32 ``[tile rows, H, D]``, or column sums of dO, ``[chunk rows, H, D]`` (unused unless ``suffix`` or
+    ``whole``); ints: dQ buffers, tile rows of a buffer, CTAs.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     rows = symbol()
@@ -454,7 +454,7 @@ def compile_main(arch: str, spec: BackwardSpec):
         scale(),
         scale(),
         fake("int32", (symbol(), ITEM_FIELDS), compact=True),
-        fake("int32", (1,), align=4, compact=True),
+        fake("int32", (symbol(),), align=4, compact=True),
         images("uint8", 2 * spec.tile_bytes),
         images("uint8", 2 * spec.tile_bytes),
         images("float32", STAT_FLOATS),

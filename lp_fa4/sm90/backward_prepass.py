@@ -1,11 +1,13 @@
 """What the backward's main kernel needs of the query side, in one launch: codes of dO and Q as tile images, per-query statistics, zeros.
 
-One CTA takes a chunk (1,024 queries of one sequence and head) in two passes over dO. The first finds each row's absolute maximum and the
-column sums of dO; the second writes::
+One CTA takes a chunk (1,024 queries of one sequence and head) in one pass over dO and out, tile by tile::
 
-    dO8 = E4M3(dO / l * 2^-e)          e: exponent of the row (smallest with no clipping), e_ref: largest of the chunk
-    a   = s + e - e_ref - m            so that exp2(S + a) is P * 2^(s + e - e_ref): the exponent of dO rides in P; s = p_scale_log2
+    dO8 = E4M3(dO / l * 2^-e)          e: exponent of the row (smallest with no clipping)
     b   = -rowsum(dO8 * Oc)            in units of the codes (or from dO before rounding)
+
+and, once e_ref, the largest e of the chunk, is known::
+
+    a   = s + e - e_ref - m            so that exp2(S + a) is P * 2^(s + e - e_ref): the exponent of dO rides in P; s = p_scale_log2
     c   = (l / K) * 2^(s + e - e_ref)  what is subtracted from P in dV, 0 unless centred or suffix; K: keys that the row sees
 
 A row that does not exist or sees no key gets codes 0 and a = -inf. A row with a NaN or infinity becomes NaN codes: seen, not hidden.
@@ -14,6 +16,7 @@ a tile at a time, and leave by bulk copies.
 """
 
 import math
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -136,7 +139,10 @@ class Prepass:
         left = cutlass.min(unit.queries - CHUNK * chunk, Int32(CHUNK))  # rows of this chunk; the tile rule leaves rows that own nothing
         self.zero(dq)
         smem = cutlass.utils.SmemAllocator()
-        row_bytes = smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
+        rows = SimpleNamespace(
+            bytes=smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16),
+            deltas=smem.allocate_tensor(Float32, cute.make_layout(CHUNK), byte_alignment=16),
+        )
         column_sums = smem.allocate_tensor(
             Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
         )
@@ -145,34 +151,20 @@ class Prepass:
         buffers = Int32(codes.iterator.toint())
         if left > 0:
             first = start + CHUNK * chunk
-            self.measure(dout, row_sum, sums, head, first, left, chunk_row, row_bytes, column_sums, peaks)
             dq_power = Float32(1.0)
+            keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
+            tiles = (left + (QUERY_TILE - 1)) // QUERY_TILE
+            tile_row = tile_row + CHUNK_TILES * chunk
+            results = SimpleNamespace(dout=dout, out=out, row_max=row_max, row_sum=row_sum, dlse=dlse)
+            place = SimpleNamespace(head=head, first=first, left=left, tiles=tiles, tile_row=tile_row)
+            # queries of the sequence before this chunk, less all of them, for the keys that a row sees where causal
+            seen = (keys, CHUNK * chunk - unit.queries)
+            self.encode(results, place, do_tiles, rows, seen, buffers, (sums, chunk_row), suffix, column_sums, peaks)
             top = peaks[0]
             for i in cutlass.range_constexpr(1, 8):
                 top = cutlass.max(top, peaks[i])
             reference = Int32(127) if top == 0 else top
-            keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
-            tiles = (left + (QUERY_TILE - 1)) // QUERY_TILE
-            tile_row = tile_row + CHUNK_TILES * chunk
-            self.encode(
-                dout,
-                out,
-                row_max,
-                row_sum,
-                dlse,
-                do_tiles,
-                stats,
-                head,
-                first,
-                left,
-                tiles,
-                tile_row,
-                row_bytes,
-                reference,
-                keys,
-                buffers,
-                (suffix, column_sums, CHUNK * chunk - unit.queries),
-            )
+            self.row_statistics(results, place, stats, rows, seen, reference)
             if const_expr(spec.dq_half):
                 dq_power = self.dq_power(k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale)
                 dq_scale[chunk_row, head] = Float32(1.0) / dq_power
@@ -200,60 +192,9 @@ class Prepass:
         for i in cutlass.range(bid * THREADS + tid, pieces, grid * THREADS, unroll=4):
             effect([base + Int64(i) * 16], "{.reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z};}", "l")
 
-    @cute.jit
-    def row_values(self, x: cute.Tensor, row: Int32, head: Int32):
-        """This thread's eight columns of a BF16 or FP32 row as FP32."""
-        tid, _, _ = cute.arch.thread_idx()
-        values = eight_columns(x, row, head, 8 * (tid % self.lanes))
-        wide = cute.make_rmem_tensor(8, Float32)
-        for i in cutlass.range_constexpr(8):
-            wide[i] = Float32(values[i])
-        return wide
-
     def inverse_sum(self, total):
         """Factor on dO: 1 / l, or 1."""
         return Float32(1.0) / total if self.spec.fold_l else Float32(1.0)
-
-    @cute.jit
-    def measure(self, dout, row_sum, sums, head, first, left, chunk_row, row_bytes, column_sums, peaks):
-        """First pass: exponent bytes of the rows (0: nothing to scale, 255: not finite), the chunk's largest, column sums of dO."""
-        spec = self.spec
-        tid, _, _ = cute.arch.thread_idx()
-        total = cute.make_rmem_tensor(8, Float32)
-        total.fill(0.0)
-        top, largest = Int32(0), Int32(0)
-        for base in cutlass.range(0, left, self.rows, unroll=2):  # whole warps go round together: they shuffle
-            r = base + tid // self.lanes
-            peak, sum_l = Int32(0), Float32(0.0)
-            if r < left:
-                x = self.row_values(dout, first + r, head)
-                sum_l = row_sum[head, first + r]
-                for i in cutlass.range_constexpr(8):
-                    total[i] = total[i] + x[i]
-                    peak = cutlass.max(peak, bits_of(x[i]) & 0x7FFFFFFF)
-            for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
-                peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << i))
-            byte = Int32(255)
-            if peak < 0x7F800000:
-                byte, largest = Int32(0), cutlass.max(largest, peak)
-                if sum_l > 0.0 and peak > 0:
-                    byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * self.inverse_sum(sum_l))), 1)
-                top = cutlass.max(top, byte)
-            if r < left and tid % self.lanes == 0:
-                row_bytes[r] = byte
-        for i in cutlass.range_constexpr(8):
-            column_sums[tid // self.lanes, 8 * (tid % self.lanes) + i] = total[i]
-        for i in cutlass.range_constexpr(5):
-            top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
-            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << i))
-        if tid % 32 == 0:
-            peaks[tid // 32], peaks[8 + tid // 32] = top, largest
-        cute.arch.sync_threads()
-        if tid < spec.head_dim:
-            whole = Float32(0.0)
-            for i in cutlass.range_constexpr(self.rows):
-                whole = whole + column_sums[i, tid]
-            sums[chunk_row, head, tid] = whole
 
     def place(self, image, row):
         """Shared address of this thread's eight codes of ``row`` in a tile's image."""
@@ -290,97 +231,125 @@ class Prepass:
         return tensor.iterator.toint() + (Int64(tile_row) * heads + head) * size, heads * size
 
     @cute.jit
-    def encode(
-        self,
-        dout,
-        out,
-        row_max,
-        row_sum,
-        dlse,
-        do_tiles,
-        stats,
-        head,
-        first,
-        left,
-        tiles,
-        tile_row,
-        row_bytes,
-        reference,
-        keys,
-        buffers,
-        coherent,
-    ):
-        """Second pass: dO8 and the statistics of each row. ``coherent``: (sums of c * dO8, shared memory for them, this chunk's first query
-        minus the sequence's queries)."""
-        spec = self.spec
+    def encode(self, results, place, do_tiles, rows, seen, buffers, sums, suffix, column_sums, peaks):
+        """dO8 of the chunk; exponent byte of each row (0: nothing to scale, 255: not finite, -1: no row, or one that sees no key) and its
+        rowsum(dO8 * Oc), column sums of dO (``sums``: tensor and row), sums of c * dO8 a tile (``suffix``), and per warp the largest byte
+        and the largest magnitude of dO (``peaks``). All loads of a tile are under way before the first is used."""
+        spec, head, left = self.spec, place.head, place.left
         tid, _, _ = cute.arch.thread_idx()
-        target, step = self.images(do_tiles, tile_row, head, 2 * QUERY_TILE * spec.head_dim)
-        stat, stat_step = self.images(stats, tile_row, head, 4 * STAT_FLOATS)
-        for tile in cutlass.range(tiles, unroll=1):
+        column = 8 * (tid % self.lanes)
+        target, step = self.images(do_tiles, place.tile_row, head, 2 * QUERY_TILE * spec.head_dim)
+        total = cute.make_rmem_tensor(8, Float32)
+        total.fill(0.0)
+        top, largest = Int32(0), Int32(0)
+        for tile in cutlass.range(place.tiles, unroll=1):
+            xs, outs, row_sums = [], [], []
+            for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
+                at = place.first + cutlass.min(QUERY_TILE * tile + self.rows * part + tid // self.lanes, left - 1)
+                xs.append(eight_columns(results.dout, at, head, column))
+                outs.append(eight_columns(results.out, at, head, column))
+                row_sums.append(results.row_sum[head, at])
             image = self.free_image(buffers, tile)
             weighted = cute.make_rmem_tensor(8, Float32)
             weighted.fill(0.0)
             for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
                 r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
-                total, m = Float32(0.0), Float32(0.0)
+                x, sum_l = [Float32(xs[part][i]) for i in range(8)], row_sums[part]
+                peak = bits_of(x[0]) & 0x7FFFFFFF
+                for i in cutlass.range_constexpr(1, 8):
+                    peak = cutlass.max(peak, bits_of(x[i]) & 0x7FFFFFFF)
+                for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
+                    peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << i))
+                byte, factor = Int32(-1), Float32(0.0)
                 if r < left:
-                    total, m = row_sum[head, first + r], row_max[head, first + r]
-                low, high, delta, e, factor = Int32(0), Int32(0), Float32(0.0), reference, Float32(0.0)
-                if total > 0.0:
-                    byte = row_bytes[r]
-                    if byte > 0 and byte < 255:
-                        e = byte
-                    factor = self.inverse_sum(total) * inverse_of_byte(e)
-                    if byte == 255:
-                        factor = Float32(math.nan)
-                    x, o = self.row_values(dout, first + r, head), self.row_values(out, first + r, head)
-                    codes = cute.make_rmem_tensor(2, Int32)
-                    for i in cutlass.range_constexpr(2):
-                        four = [x[4 * i + j] * factor for j in range(4)]
-                        codes[i] = e4m3x4(*four)
-                        if const_expr(spec.delta_quantized):
-                            four = code_values(codes[i])
+                    for i in cutlass.range_constexpr(8):
+                        total[i] = total[i] + x[i]
+                    if peak < 0x7F800000:
+                        largest = cutlass.max(largest, peak)
+                    if sum_l > 0.0:
+                        byte = Int32(255)
+                        if peak < 0x7F800000:
+                            byte = Int32(0)
+                            if peak > 0:
+                                byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * self.inverse_sum(sum_l))), 1)
+                            top = cutlass.max(top, byte)
+                        factor = self.inverse_sum(sum_l) * inverse_of_byte(byte)
+                        if byte == 255:
+                            factor = Float32(math.nan)
+                delta = Float32(0.0)
+                codes = cute.make_rmem_tensor(2, Int32)
+                for i in cutlass.range_constexpr(2):
+                    four = [x[4 * i + j] * factor for j in range(4)]
+                    codes[i] = e4m3x4(*four)
+                    if byte <= 0:  # x may be anything where no key is seen
+                        codes[i] = Int32(0)
+                    if const_expr(spec.delta_quantized or spec.suffix):
+                        quantized = code_values(codes[i])
+                    if const_expr(spec.delta_quantized):
+                        four = quantized
+                    for j in cutlass.range_constexpr(4):
+                        delta = delta + four[j] * Float32(outs[part][4 * i + j])
+                    if const_expr(spec.suffix):
+                        keys = self.keys_seen(seen, r)
+                        share = sum_l / Float32(keys) * scale_of_byte(byte) if byte > 0 else Float32(0.0)
                         for j in cutlass.range_constexpr(4):
-                            delta = delta + four[j] * o[4 * i + j]
-                    low, high = codes[0], codes[1]
+                            weighted[4 * i + j] = weighted[4 * i + j] + share * quantized[j]
                 for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
                     delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
-                a, c = Float32(-math.inf), Float32(0.0)
-                if total > 0.0:
-                    if const_expr(dlse is not None):
-                        delta = delta - dlse[head, first + r] * factor
-                    shift = Float32(e - reference) + float(spec.p_scale_log2)
-                    seen = keys
-                    if const_expr(spec.causal):
-                        seen = cutlass.min(keys, r + 1 + keys + coherent[2])
-                    a, c = statistics(spec.fold_l, spec.centred or spec.suffix, total, m, seen, shift, exp2(shift))
-                    if const_expr(spec.suffix):
-                        for i, word in enumerate((low, high)):
-                            four = code_values(word)
-                            for j in cutlass.range_constexpr(4):
-                                weighted[4 * i + j] = weighted[4 * i + j] + c * four[j]
-                effect([self.place(image, r), low, high], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
+                effect([self.place(image, r), codes[0], codes[1]], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
                 if tid % self.lanes == 0:
-                    at = stat + Int64(r // QUERY_TILE) * stat_step + 4 * (r % QUERY_TILE)
-                    effect([at + 4 * STAT_A, a], "st.global.f32 [$0], $1;", "l,f")
-                    effect([at + 4 * STAT_B, -delta], "st.global.f32 [$0], $1;", "l,f")
-                    effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
+                    rows.bytes[r], rows.deltas[r] = byte, delta if byte > 0 else Float32(0.0)
             if const_expr(spec.suffix):
-                self.sum_rows(weighted, coherent[1])
-                if tid < spec.head_dim:
-                    whole = Float32(0.0)
-                    for i in cutlass.range_constexpr(self.rows):
-                        whole = whole + coherent[1][i, tid]
-                    coherent[0][tile_row + tile, head, tid] = whole * (scale_of_byte(reference) * 2.0**-spec.p_scale_log2)
+                self.sum_rows(weighted, column_sums, suffix, place.tile_row + tile, head)
             self.send_image(image, target + Int64(tile) * step)
+        for i in cutlass.range_constexpr(5):
+            top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << i))
+        if tid % 32 == 0:
+            peaks[tid // 32], peaks[8 + tid // 32] = top, largest
+        self.sum_rows(total, column_sums, sums[0], sums[1], head)
+
+    def keys_seen(self, seen, row):
+        """Keys that a row of the chunk sees. ``seen``: the sequence's, and the chunk's first query minus the sequence's queries."""
+        return cutlass.min(seen[0], row + 1 + seen[0] + seen[1]) if self.spec.causal else seen[0]
 
     @cute.jit
-    def sum_rows(self, values, column_sums):
-        """This thread's eight column sums to shared memory."""
+    def row_statistics(self, results, place, stats, rows, seen, reference):
+        """a, b and c of each row, a thread a row."""
+        spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
+        stat, step = self.images(stats, place.tile_row, place.head, 4 * STAT_FLOATS)
+        for r in cutlass.range(tid, QUERY_TILE * place.tiles, THREADS, unroll=1):
+            byte, delta = rows.bytes[r], rows.deltas[r]
+            a, c = Float32(-math.inf), Float32(0.0)
+            if byte >= 0:
+                row = place.first + r
+                total, m = results.row_sum[place.head, row], results.row_max[place.head, row]
+                e = byte if byte > 0 and byte < 255 else reference
+                if const_expr(results.dlse is not None):
+                    factor = Float32(math.nan) if byte == 255 else self.inverse_sum(total) * inverse_of_byte(e)
+                    delta = delta - results.dlse[place.head, row] * factor
+                shift = Float32(e - reference) + float(spec.p_scale_log2)
+                keys = self.keys_seen(seen, r)
+                a, c = statistics(spec.fold_l, spec.centred or spec.suffix, total, m, keys, shift, exp2(shift))
+            at = stat + Int64(r // QUERY_TILE) * step + 4 * (r % QUERY_TILE)
+            effect([at + 4 * STAT_A, a], "st.global.f32 [$0], $1;", "l,f")
+            effect([at + 4 * STAT_B, -delta], "st.global.f32 [$0], $1;", "l,f")
+            effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
+
+    @cute.jit
+    def sum_rows(self, values, column_sums, target, row, head):
+        """Sums of this thread's eight columns over all rows of the CTA to ``target[row, head]``."""
+        tid, _, _ = cute.arch.thread_idx()
+        cute.arch.sync_threads()
         for i in cutlass.range_constexpr(8):
             column_sums[tid // self.lanes, 8 * (tid % self.lanes) + i] = values[i]
         cute.arch.sync_threads()
+        if tid < self.spec.head_dim:
+            whole = Float32(0.0)
+            for i in cutlass.range_constexpr(self.rows):
+                whole = whole + column_sums[i, tid]
+            target[row, head, tid] = whole
 
     @cute.jit
     def headers(self, q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power):
@@ -451,16 +420,19 @@ class Prepass:
         tid, _, _ = cute.arch.thread_idx()
         target, step = self.images(q_tiles, tile_row, head, 2 * QUERY_TILE * self.spec.head_dim)
         for tile in cutlass.range(tiles, unroll=1):
-            image = self.free_image(buffers, tiles + tile)  # those of dO may still be leaving
+            words = []
             for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
                 r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
-                words = cute.make_rmem_tensor(2, Int32)
-                words.fill(0)
-                if r < left:
-                    at = q.iterator + cute.crd2idx((first + r, head, 8 * (tid % self.lanes)), q.layout)
-                    pointer = cute.make_ptr(Int32, at.toint(), cute.AddressSpace.gmem, assumed_align=8)
-                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), words)
-                effect([self.place(image, r), words[0], words[1]], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
+                two = cute.make_rmem_tensor(2, Int32)
+                row = first + cutlass.min(r, left - 1)
+                at = q.iterator + cute.crd2idx((row, head, 8 * (tid % self.lanes)), q.layout)
+                pointer = cute.make_ptr(Int32, at.toint(), cute.AddressSpace.gmem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), two)
+                words.append((r, two))
+            image = self.free_image(buffers, tiles + tile)  # those of dO may still be leaving
+            for r, two in words:
+                keep = Int32(-1) if r < left else Int32(0)
+                effect([self.place(image, r), two[0] & keep, two[1] & keep], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
             self.send_image(image, target + Int64(tile) * step)
 
 

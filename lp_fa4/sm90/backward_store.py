@@ -7,10 +7,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, float_of, inverse_of_byte
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte
 from lp_fa4.sm90.backward_layout import CHUNK, CHUNK_TILES, KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.backward_load import shared_ints
-from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pick_pairs, pinned, redux_max, shared_floats, strong_floats
+from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pick_pairs, pinned, redux_max, strong_floats
 
 BARRIER_PAIR = 4
 """First of four named barriers, one for two warps (32 keys)."""
@@ -150,11 +150,38 @@ def store_mxfp8(spec, w, sums, stride: Int32, left: Int32):
     for i, (acc, factor, _, _) in enumerate(sums):
         block_peaks(spec, w, acc, factor, i, left)
     cute.arch.barrier(barrier_id=BARRIER_PAIR + w.warp // 2, number_of_threads=64)
-    for i, (acc, factor, rows, scales) in enumerate(sums):
+    inverses = block_scales(spec, w, sums, left)
+    for i, (acc, _, rows, _) in enumerate(sums):
         cute.arch.sync_warp()
-        encode_blocks(spec, w, acc, factor, i, w.staging, scales, left)
+        encode_blocks(spec, w, acc, inverses[i], w.staging)
         cute.arch.sync_warp()
         send_rows(spec, pinned(w.lane), w.staging, rows, stride, left, True)
+
+
+@cute.jit
+def block_scales(spec, w, sums, left: Int32):
+    """Bytes of the blocks of both gradients to global memory, a lane a block; what each block's sums are multiplied by, for all lanes. The
+    sums of a block that is not finite become 0, as its codes are."""
+    lane, blocks = pinned(w.lane), spec.head_dim // 32
+    which, x = lane // blocks % 2, lane % blocks
+    at = w.block_peaks + 128 * which + 32 * (w.warp // 2) + 4 * x
+    top = cutlass.max(shared_ints(at, 1)[0], shared_ints(at + 16, 1)[0])
+    byte = byte_of_amax_bits(top)
+    factor, scales = sums[0][1], sums[0][3]
+    if which == 1:
+        factor, scales = sums[1][1], sums[1][3]
+    inverse = inverse_of_byte(byte) * factor  # a power of two times the factor: rounds once, as two products would
+    inverse = Float32(0.0) if top == 0 or byte == 255 else inverse  # 2^127 times a large factor is infinite, times 0 NaN
+    if lane < 2 * blocks and w.warp % 2 == 0 and left > 0:
+        effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
+    if cute.arch.vote_any_sync(byte == 255):
+        for i in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(blocks):
+                finite = cute.arch.shuffle_sync(byte, i * blocks + j) != 255
+                acc = sums[i][0]
+                for e in cutlass.range_constexpr(16 * j, 16 * j + 16):
+                    acc[e] = acc[e] if finite else Float32(0.0)
+    return [[cute.arch.shuffle_sync(inverse, i * blocks + j) for j in range(blocks)] for i in range(2)]
 
 
 @cute.jit
@@ -180,24 +207,16 @@ def block_peaks(spec, w, acc, factor, which: cutlass.Constexpr, left: Int32):
 
 
 @cute.jit
-def encode_blocks(spec, w, acc, factor, which: cutlass.Constexpr, staging, scales: Int64, left: Int32):
-    """Codes of ``acc * factor`` to the staging, the blocks' bytes to global memory."""
-    lane, blocks = pinned(w.lane), spec.head_dim // 32
-    pair = [shared_floats(w.block_peaks + 128 * which + 32 * (w.warp // 2) + 16 * i, blocks, 4 * blocks) for i in range(2)]
+def encode_blocks(spec, w, acc, inverses, staging):
+    """Codes of ``acc`` times its blocks' factors (:func:`block_scales`) to the staging."""
+    lane = pinned(w.lane)
     at = staging + lane % 16 * (staged_row(spec) + 16) + 16 * (lane // 16)
-    for x in cutlass.range_constexpr(blocks):
-        top = float_of(cutlass.max(bits_of(pair[0][x]), bits_of(pair[1][x])))
-        byte = byte_of_amax_bits(bits_of(top))
-        inverse = inverse_of_byte(byte) * factor  # a power of two times the factor: rounds once, as two products would
-        inverse = Float32(0.0) if bits_of(top) == 0 else inverse  # 2^127 times a large factor is infinite, times 0 NaN
-        if lane == 0 and w.warp % 2 == 0 and left > 0:
-            effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
+    for x in cutlass.range_constexpr(spec.head_dim // 32):
         words = []
         for p in cutlass.range_constexpr(2):  # 16 columns: a word is columns 2t, 2t + 1 of both their blocks of eight
             for r in cutlass.range_constexpr(2):
                 i = 16 * x + 8 * p + 2 * r
-                word = e4m3x4(acc[i] * inverse, acc[i + 1] * inverse, acc[i + 4] * inverse, acc[i + 5] * inverse)
-                words.append(Int32(0) if byte == 255 else word)
+                words.append(e4m3x4(*[acc[i + o] * inverses[x] for o in (0, 1, 4, 5)]))
         effect([at + 32 * x, *words], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
 
 
