@@ -1,5 +1,6 @@
 """``flash_attn_func`` and ``flash_attn_varlen_func``: flash_attn's signatures, every argument served or refused in words."""
 
+import dataclasses
 import inspect
 import itertools
 import logging
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from lp_fa4 import dispatch, reference
-from lp_fa4.config import HEAD_DIMS
+from lp_fa4.config import DEFAULT, HEAD_DIMS
 from lp_fa4.interface import flash_attn_func, flash_attn_varlen_func, is_supported, mx_attention, mx_attention_backward
+from lp_fa4.problem import AttentionProblem
 from tests.attention.helpers import make, random_mx, run, same_bits, sqnr, whole
 from tests.conftest import HOSTILE_LENGTHS, offsets_of
 
@@ -440,3 +442,13 @@ def test_gradients_are_of_full_shape_for_unused_heads():
     _, grads, dout = run(case)
     assert whole(grads.dk).shape == (73, 1, 64)
     assert sqnr(whole(grads.dk), case.exact_gradients(dout)[1]) > 20
+
+
+def test_queries_each():
+    """What the dense function tells the kernels: the number of queries beside the offsets; anything else is refused."""
+    q, k, v = (random_mx((rows, 2, 32), offsets_of([rows // 2] * 2)) for rows in (6, 40, 40))
+    problem = AttentionProblem(q, k, v, queries_each=3, config=DEFAULT.with_(center_p=False, center_p_backward=False))
+    assert problem.queries == 3 and problem.rows == 6 and problem.offsets_q is not None
+    assert dataclasses.replace(problem, queries_each=None).queries is None
+    with pytest.raises(ValueError, match="queries_each is 2 but q has 6 rows in 2 sequences; it must be their quotient"):
+        dataclasses.replace(problem, queries_each=2)
