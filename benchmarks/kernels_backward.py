@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness import format_table, say, time_interleaved, write_record
 from lp_fa4 import reference
-from lp_fa4.config import AttentionConfig
+from lp_fa4.config import DROP_IN, AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.problem import AttentionProblem, ForwardResult
 
@@ -125,17 +125,22 @@ def training_calls(shape: Any, device: torch.device) -> dict[str, Callable[[], A
     offsets_q = torch.arange(shape.batch + 1, device=device, dtype=torch.int32) * shape.queries
     offsets_k, longest = shape.offsets(device), max(shape.lengths())
 
-    def ours() -> Tensor:
+    def ours(dq_dtype: torch.dtype) -> Tensor:
         q, k, v = leaves
+        choices: dict[str, Any] = dict(causal=shape.causal, backend="sm90", config=DROP_IN.with_(dq_dtype=dq_dtype))
         if shape.jagged:
-            out = flash_attn_varlen_func(q, k, v, offsets_q, offsets_k, shape.queries, longest, causal=shape.causal, backend="sm90")
+            out = flash_attn_varlen_func(q, k, v, offsets_q, offsets_k, shape.queries, longest, **choices)
         else:
             q, k, v = (x.unflatten(0, (shape.batch, -1)) for x in leaves)
-            out = flash_attn_func(q, k, v, causal=shape.causal, backend="sm90")
+            out = flash_attn_func(q, k, v, **choices)
         assert isinstance(out, Tensor)
         return out
 
-    calls = {"lp_fa4 training call": ours, "flash_attn_4 training call": flash_attn_4_forward(shape, device, leaves)}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "lp_fa4 training call": lambda: ours(torch.float32),
+        "lp_fa4, float16 dQ, training call": lambda: ours(torch.float16),
+        "flash_attn_4 training call": flash_attn_4_forward(shape, device, leaves),
+    }
     douts = {name: torch.randn_like(call()) for name, call in calls.items()}
 
     def step(call: Callable[[], Tensor], dout: Tensor) -> Callable[[], Any]:

@@ -93,12 +93,13 @@ def backward_table() -> str:
             if variant.startswith(tuple(RIVALS)):
                 continue
             training = variant.endswith("training call")
+            choice = variant.removesuffix("training call").removeprefix("lp_fa4").rstrip(", ")
             rival = at.get("flash_attn_4 training call" if training else "flash_attn_4")
             other = None if training else at.get("cudnn_fp8")
             rows.append(
                 [
                     shape,
-                    "forward and backward, BF16 in and out" if training else variant.removeprefix("lp_fa4, "),
+                    f"forward and backward, BF16 in and out{choice}" if training else variant.removeprefix("lp_fa4, "),
                     f"{row['ms']['median']:.2f}",
                     f"{row['tflops']:.0f}",
                     "–" if rival is None else f"{rival['tflops']:.0f}",
