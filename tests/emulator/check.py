@@ -15,8 +15,9 @@ A CTA's exit counts as a write of its shared memory and barriers by an agent tha
 (:meth:`Checker.finish`).
 
 Clocks have two rows. Row 0 is happens-before. Row 1 is what of it a *proxy fence* has carried over to the async proxy:
-``fence.proxy.async`` sets row 1 to row 0, and both travel along every edge, so the fence may stand anywhere on the path.
-An asynchronous access to shared memory must find earlier generic accesses in row 1.
+``fence.proxy.async`` sets row 1 to row 0 for what warps of its own CTA did, and both travel along every edge, so the fence
+may stand anywhere on the path, as far as that path has not left the CTA of the generic access. An asynchronous access to shared
+memory must find earlier generic accesses in row 1.
 
 Shadow state: last writer, and last read per reading agent, for each 4-byte word of shared memory (finer than the 16
 bytes a bank group would need, so that neighbouring words of different warps do not alarm) and for each
@@ -205,10 +206,10 @@ class Clock:
             elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and "global" not in parts:
                 if I.index in self.checker.machine.muted:
                     return
-                touched = self.checker.generic_touches
-                if ((self.vc[1] < touched) & (self.vc[0] > self.vc[1])).any():
+                touched, own = self.checker.generic_touches, self.checker.fenced_by[self.gang.cta.rank]
+                if (own & (self.vc[1] < touched) & (self.vc[0] > self.vc[1])).any():
                     self.checker.fence_marks.append((I.index, self.agent, int(self.vc[0, self.agent])))
-                np.maximum(self.vc[1], self.vc[0], out=self.vc[1])
+                np.maximum(self.vc[1], self.vc[0], out=self.vc[1], where=own)
                 self.vc[0, self.agent] += 1
             return
         self.published = self.vc.copy()
@@ -318,6 +319,8 @@ class Checker:
         self.waivers = waivers or Waivers()
         ranks = len(cluster.ctas)
         self.capacity = len(cluster.gangs) * 5 + 160 * ranks
+        #: by CTA: the agents whose accesses a proxy fence of its warps carries over
+        self.fenced_by = np.ones((ranks, self.capacity), np.bool_)
         self.names: list[Any] = []
         self.keys: dict[Any, int] = {}
         self.words_per_rank = cluster.memory.shared_size // 4 + 1
@@ -355,6 +358,9 @@ class Checker:
             self.names.append(key)
             if found >= self.capacity:
                 raise EmulatorError(f"race checker: more than {self.capacity} agents")
+            if key[0] in ("warp", "cp.async", "atomic"):
+                self.fenced_by[:, found] = False
+                self.fenced_by[key[1], found] = True
         return found
 
     def site(self, g: Any, I: Instr) -> int:
@@ -382,6 +388,8 @@ class Checker:
             rank, rest = divmod(cell, 4 * TensorMemory.COLUMNS)
             place = f"TMEM of CTA {rank}, lane quadrant {rest // TensorMemory.COLUMNS}, column {rest % TensorMemory.COLUMNS}"
         missing = "fence.proxy.async between the generic and the asynchronous access" if proxy else self._edge(agent)
+        if proxy and first_g.cta is not g.cta:
+            missing += f", in a warp of CTA {first_g.cta.ctaid} (before it releases to this CTA)"
         self.report(kind, place, first_g.where(first_I), g.where(I), missing, (first_I.index, I.index))
 
     def _edge(self, agent: int) -> str:
@@ -409,10 +417,12 @@ class Checker:
     # --- the check ---------------------------------------------------------------------------------------------------
     def _access(
         self, shadow: Shadow, space: str, idx: Any, vc: np.ndarray, agent: int, epoch: int, in_order: bool,
-        asynchronous: bool, g: Any, I: Instr, site: int, write: bool,
+        asynchronous: bool, g: Any, I: Instr, site: int, write: bool, near: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Check an access of cells ``idx`` (an index array or a slice) against the shadow, then record it."""
-        g.clock.acted()
+        """Check an access of cells ``idx`` (an index array or a slice; all of them in the range ``near``) against the shadow, then
+        record it."""
+        if g.clock.pending_marks:
+            g.clock.acted()
         crossing = asynchronous and space == "shared"
         if crossing:
             if self.fence_marks:
@@ -439,13 +449,12 @@ class Checker:
             if _any(bad):
                 self._conflict(shadow, space, idx, int(np.argmax(bad)), known, g, I, write)
             unwritten = -1 if write or _all(epochs) else int(np.argmin(epochs))
-        if isinstance(idx, slice):
-            region = slice(idx.start >> Shadow.REGION, (idx.stop - 1 >> Shadow.REGION) + 1)
-        else:
-            region = slice(int(np.minimum.reduce(idx)) >> Shadow.REGION, (int(_most(idx)) >> Shadow.REGION) + 1)
+        if near is None:
+            near = (idx.start, idx.stop) if isinstance(idx, slice) else (int(np.minimum.reduce(idx)), int(_most(idx)) + 1)
+        region = slice(near[0] >> Shadow.REGION, (near[1] - 1 >> Shadow.REGION) + 1)
         if write:
-            near = shadow.last_read[region]
-            latest = near[0] if len(near) == 1 else _most(near)
+            reads = shadow.last_read[region]
+            latest = reads[0] if len(reads) == 1 else _most(reads)
             visible = np.where(self.generic_touches, vc[1], known) if crossing else known
             late_readers = latest > visible
             if in_order:
@@ -466,7 +475,10 @@ class Checker:
                 self._uninitialised(space, self._cell(idx, unwritten), g, I)
             shadow.reader(agent)[idx] = epoch << 32 | site
             last = shadow.last_read[region, agent]
-            np.maximum(last, epoch, out=last)
+            if len(last) > 1:
+                np.maximum(last, epoch, out=last)
+            elif last[0] < epoch:
+                last[0] = epoch
 
     def _conflict(self, shadow: Shadow, space: str, idx: Any, i: int, known: np.ndarray, g: Any, I: Instr, write: bool) -> None:
         """Report an access of cell ``idx[i]`` that does not know of the last write there."""
@@ -504,10 +516,21 @@ class Checker:
         return slice(first, first + (n + 3) // 4)
 
     # --- warps -------------------------------------------------------------------------------------------------------
-    def warp_access(self, g: Any, I: Instr, a: np.ndarray, n: int, write: bool) -> None:
-        """A generic-proxy access of shared memory by a warp."""
-        c, idx = g.clock, self._shared_cells(a, n)
-        if self.barrier_span[0] <= _most(idx) and np.minimum.reduce(idx) < self.barrier_span[1] and _any(self.is_barrier[idx]):
+    def warp_access(self, g: Any, I: Instr, a: np.ndarray, n: int, write: bool, ends: tuple[int, int] | None = None) -> None:
+        """A generic-proxy access of shared memory by a warp. ``ends``: the least and the largest address, if all are of one CTA."""
+        c = g.clock
+        idx: Any
+        row = ends and n >= 4 and ends[1] - ends[0] == 31 * n and len(a) == 32 and _all(a == ends[0] + n * _STEPS[:32])
+        if ends and (row or ends[0] == ends[1]):
+            idx = self._shared_slice(ends[0], ends[1] - ends[0] + n)
+            near = idx.start, idx.stop
+        else:
+            idx = self._shared_cells(a, n)
+            if ends:
+                near = self._shared_slice(ends[0], 4).start, self._shared_slice(ends[1], n).stop
+            else:
+                near = int(np.minimum.reduce(idx)), int(_most(idx)) + 1
+        if self.barrier_span[0] < near[1] and near[0] < self.barrier_span[1] and _any(self.is_barrier[idx]):
             cell = self._cell(idx, int(np.argmax(self.is_barrier[idx])))
             rank, word = divmod(cell, self.words_per_rank)
             self.report(
@@ -519,7 +542,7 @@ class Checker:
                 (-1, I.index),
             )
         epoch, site = int(c.vc[0, c.agent]), self.site(g, I)
-        self._access(self.shared, "shared", idx, c.vc, c.agent, epoch, True, False, g, I, site, write)
+        self._access(self.shared, "shared", idx, c.vc, c.agent, epoch, True, False, g, I, site, write, near)
 
     # --- mbarriers ---------------------------------------------------------------------------------------------------
     def barrier_init(self, g: Any, I: Instr, b: Any, old: Any) -> None:

@@ -123,13 +123,14 @@ class ClusterMemory:
         self.checker: Any = None
 
     # --- checks --------------------------------------------------------------------------------------------------
-    def check_shared(self, a: np.ndarray, n: int, what: Any) -> None:
-        """Each ``[a, a + n)`` must lie in the shared memory of a CTA of the cluster."""
+    def check_shared(self, a: np.ndarray, n: int, what: Any) -> tuple[int, int] | None:
+        """Each ``[a, a + n)`` must lie in the shared memory of a CTA of the cluster; returns the least and the largest address if
+        all are of one CTA."""
         if not a.size:
-            return
+            return None
         lo, hi = int(_min(a, None)), int(_max(a, None))
         if lo >= 0 and lo >> CTA_SHIFT == hi >> CTA_SHIFT < self.ranks and (hi & 0xFFFFFF) + n <= self.shared_size:
-            return
+            return lo, hi
         offset = a & 0xFFFFFF
         if int(a.max()) >> CTA_SHIFT >= self.ranks or int(a.min()) < 0 or int(offset.max()) + n > self.shared_size:
             bad = int(a[np.argmax((a >> CTA_SHIFT >= self.ranks) | (a < 0) | (offset + n > self.shared_size))])
@@ -137,6 +138,7 @@ class ClusterMemory:
                 f"shared access of {n} bytes at {bad:#x} is outside the {self.shared_size:#x} bytes of a CTA "
                 f"({self.ranks} in the cluster); {what()}"
             )
+        return None
 
     def check_shared_range(self, a: int, n: int, what: Any) -> None:
         if a >> CTA_SHIFT >= self.ranks or a < 0 or (a & 0xFFFFFF) + n > self.shared_size:
@@ -181,9 +183,12 @@ class ClusterMemory:
             a = a[m]
         n = size * count
         self._aligned(a, n, I)
-        self.check_shared(a, n, lambda: g.where(I))
+        ends = self.check_shared(a, n, lambda: g.where(I))
         if self.checker is not None:
-            self.checker.warp_access(g, I, a, n, write=False)
+            self.checker.warp_access(g, I, a, n, False, ends)
+        if ends and ends[0] == ends[1]:  # one value for all lanes
+            at = ends[0] >> _SHIFT[n]
+            return self.views[size, count][at : at + 1]
         return self.views[size, count][a >> _SHIFT[n]]
 
     def store_shared(self, g: Gang, I: Instr, m: Any, a: np.ndarray, v: np.ndarray) -> None:
@@ -192,9 +197,9 @@ class ClusterMemory:
         count, size = v.shape[1], v.dtype.itemsize
         n = size * count
         self._aligned(a, n, I)
-        self.check_shared(a, n, lambda: g.where(I))
+        ends = self.check_shared(a, n, lambda: g.where(I))
         if self.checker is not None:
-            self.checker.warp_access(g, I, a, n, write=True)
+            self.checker.warp_access(g, I, a, n, True, ends)
         self.views[size, count][a >> _SHIFT[n]] = v
 
     # --- generic: the shared window, local rows and global memory are disjoint host ranges -----------------------

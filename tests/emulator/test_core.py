@@ -468,6 +468,80 @@ def test_distributed_shared_memory_needs_a_cluster_barrier(schedule):
         run(CLUSTER.format(sync=""), out, grid=2, cluster=2, shared=64, check=True, schedule=schedule)
 
 
+# --- proxy fences and other CTAs -------------------------------------------------------------------------------------------
+# CTA 0 fills a stage of CTA {reader} by bulk copies, twice; that CTA's warp 0 reads it in between and releases it to CTA 0.
+REFILL = """
+mov.u32 %r8, %cluster_ctarank;
+setp.ne.u32 %p0, %r0, 0;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [%r1], 1;
+mbarrier.init.shared.b64 [%r1+8], {arrivals};
+READY:
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+shl.b32 %r7, %r0, 2;
+add.u32 %r7, %r7, %r1;
+setp.lt.u32 %p3, %r0, 32;
+setp.eq.u32 %p2, %r8, {reader};
+and.pred %p3, %p3, %p2;
+mapa.shared::cluster.u32 %r10, %r1, {reader};
+mapa.shared::cluster.u32 %r11, %r1, 0;
+@!%p3 bra PRODUCER;
+READER:
+mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;
+@!%p1 bra READER;
+ld.shared.b32 %r12, [%r7+256];
+{in_reader}
+{release}
+AGAIN:
+mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 1;
+@!%p1 bra AGAIN;
+ld.shared.b32 %r13, [%r7+256];
+bra DONE;
+PRODUCER:
+setp.eq.u32 %p2, %r8, 0;
+setp.eq.u32 %p3, %r0, 32;
+and.pred %p3, %p3, %p2;
+@!%p3 bra DONE;
+mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%r10], 128;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r10+256], [%rd0], 128, [%r10];
+EMPTY:
+mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p1, [%r1+8], 0;
+@!%p1 bra EMPTY;
+{in_producer}
+mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%r10], 128;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r10+256], [%rd0], 128, [%r10];
+DONE:
+barrier.cluster.arrive;
+barrier.cluster.wait;
+"""
+PROXY_FENCE = "fence.proxy.async.shared::cta;"
+ONE_ARRIVES = "setp.ne.u32 %p0, %r0, 0;\n@!%p0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r11+8];"
+ALL_ARRIVE = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r11+8];"
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+@pytest.mark.parametrize("release, arrivals", [(ONE_ARRIVES, 1), (ALL_ARRIVE, 32)], ids=["one arrives", "all arrive"])
+@pytest.mark.parametrize("reader", [0, 1])
+def test_readers_fence_a_stage_that_another_cta_fills_again(reader, release, arrivals, schedule):
+    """Of generic reads the copy must know by a proxy fence. In the CTA of the reads: after them, before they are released to the CTA that
+    starts the copy, whose own fence is enough only for reads of its own (seen on an H200: 3 of 60 launches wrong with a fence there)."""
+    x = torch.arange(32, dtype=torch.int32)
+
+    def go(in_reader="", in_producer=""):
+        places = dict(reader=reader, release=release, arrivals=arrivals, in_reader=in_reader, in_producer=in_producer)
+        run(REFILL.format(**places), x, grid=2, block=64, cluster=2, shared=1024, check=True, schedule=schedule)
+
+    go(in_reader=PROXY_FENCE)
+    with pytest.raises(RaceError, match="missing proxy fence"):
+        go()
+    if reader == 0:
+        go(in_producer=PROXY_FENCE)
+    else:
+        with pytest.raises(RaceError, match=r"missing proxy fence[^$]*in a warp of CTA \(1, 0, 0\) \(before it releases"):
+            go(in_producer=PROXY_FENCE)
+
+
 # --- a CTA's exit ----------------------------------------------------------------------------------------------------------
 SECOND = "SECOND:\nmbarrier.try_wait.parity.shared.b64 %p1, [%r1+8], 0;\n@!%p1 bra SECOND;\n"
 IN_USE = "CTA exits while its shared memory or barriers are in use"
