@@ -41,7 +41,7 @@ SHARED_BYTES = 228 * 1024
 class StagedLayout:
     """A CTA of the staged kernel. ``ctas``: persistent ones on a multiprocessor. ``threads`` compute; ``turners`` warps turn codes for the
     copy, from ``slots`` buffers of ``rows`` rows. ``items``: tiles whose places may be known ahead. ``stages``: groups of 32 rows in
-    flight, at most. ``registers`` of a computing and of another thread; None: what a launch gives to all."""
+    flight, at most."""
 
     ctas: int = 2
     threads: int = 256
@@ -50,7 +50,6 @@ class StagedLayout:
     rows: int = 0
     items: int = 4
     stages: int = 3
-    registers: tuple[int, int] | None = None
 
     @property
     def bytes(self) -> int:

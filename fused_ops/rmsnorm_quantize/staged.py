@@ -156,14 +156,9 @@ class StagedNorm:
             for i in cutlass.range(tid, 3 * spec.blocks, self.threads, unroll=1):
                 maxima[i % spec.blocks, i // spec.blocks] = 0
         cute.arch.sync_threads()
-        registers = layout.registers
         if warp < self.warps:
-            if const_expr(registers is not None):
-                cute.arch.setmaxregister_increase(registers[0])
             self.compute(io, s, bars)
         else:
-            if const_expr(registers is not None):
-                cute.arch.setmaxregister_decrease(registers[1])
             if warp == self.warps:
                 self.load(io, s, bars)
             else:
