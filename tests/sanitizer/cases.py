@@ -37,6 +37,7 @@ SCHEDULES = 4
 HELPERS = {
     *("inline_ptx", "effect", "store", "store_words", "store_half", "load_half", "load_words", "load_byte", "load_pair", "vector"),
     *("shared_floats", "shared_ints", "shared_words", "strong_floats", "transposed_fragments", "bulk", "bulk_copy", "bulk_load"),
+    *("release", "arrive", "arrive_tensor"),
 }
 
 
@@ -107,18 +108,21 @@ def on_gpu(name: str, index: int | None, rounds: int) -> list[str]:
     return kernels
 
 
-def in_emulator(name: str) -> list[str]:
-    """Run a case in the emulator, each operation under several schedules; raises at the race checker's first report."""
+def in_emulator(name: str, arch: str = "sm_90a") -> tuple[list[str], list[list[Any]]]:
+    """Run a case in the emulator, each operation under several schedules; raises at the race checker's first report. Returns the kernels,
+    and what ``lanes`` counts."""
     from tests.emulator import capture
 
-    capture.install("sm_90a")
-    with listing() as kernels:
+    capture.install(arch)
+    from tests.sanitizer.lanes import watching
+
+    with listing() as kernels, watching() as found:
         from tests.properties.emulated import place_of
 
-        for call in operations(name, None, place_of("sm_90a", narrow=False)):
+        for call in operations(name, None, place_of(arch, narrow=False)):
             for _ in range(SCHEDULES):
                 call()
-    return kernels
+    return kernels, [[*key, n] for key, n in sorted(found.items())]
 
 
 def main() -> int:
@@ -137,8 +141,8 @@ def main() -> int:
             probes.launch(probe)
         kernels = [probe]
     elif chosen.tool == "emulator":
-        kernels = in_emulator(chosen.case)
-        print("reports: 0")
+        kernels, found = in_emulator(chosen.case)
+        print(f"reports: 0\nlanes: {json.dumps(found)}")
     else:
         kernels = on_gpu(chosen.case, chosen.index, 2 if chosen.index is None else 1)
     print("kernels: " + json.dumps(sorted(set(kernels))), flush=True)

@@ -1,10 +1,12 @@
 """What ``compute-sanitizer`` printed, as data: pairs of accesses, other reports, and whether each is explained (``pairs``)."""
 
 import itertools
+import json
 import re
 from typing import Any
 
 from tests.sanitizer.cases import CASES
+from tests.sanitizer.lanes import HARMLESS
 from tests.sanitizer.pairs import explain, explain_other, function_of
 from tests.sanitizer.probes import RACES
 
@@ -15,7 +17,7 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck", "emulator")
 
 def kernel_of(name: str) -> str:
     """``module Class`` of a kernel's entry name."""
-    found = re.search(r"kernel_cutlass_kernel_(?:lp_fa4|fused_ops)(?:sm90|common)?([a-z_0-9]*)([A-Z]\w*)", name)
+    found = re.search(r"kernel_cutlass_kernel_(?:lp_fa4|fused_ops)(?:sm90|common)?([a-z_0-9]*)([A-Z]\w*?)(?:_object_at|$)", name)
     if not found:
         return "probe" if "Probe" in name else name[:80]
     module = found[1].removeprefix("rmsnorm_quantize").removeprefix("gemm_quantize").removeprefix("gemm_norm_backward")
@@ -25,8 +27,17 @@ def kernel_of(name: str) -> str:
 def parse(text: str, tool: str) -> dict[str, Any]:
     """Summary lines; pairs of accesses, how often each was printed; other reports. Of the emulator, the number of its reports."""
     if tool == "emulator":
-        found = re.search(r"^reports: (\d+)$", text, re.M)
-        return {"summary": [] if found else text.splitlines()[-1:], "reports": int(found[1]) if found else None}
+        found, lanes = re.search(r"^reports: (\d+)$", text, re.M), re.search(r"^lanes: (.*)$", text, re.M)
+        seen: dict[tuple[str, str, str], int] = {}
+        for name, access, arrival, n in json.loads(lanes[1]) if lanes else []:
+            kernel = kernel_of(name)
+            key = kernel, function_of(access, kernel), function_of(arrival, kernel)
+            seen[key] = seen.get(key, 0) + n
+        return {
+            "summary": [] if found else text.splitlines()[-1:],
+            "reports": int(found[1]) if found else None,
+            "lanes": [{"kernel": k, "access": a, "arrival": b, "times": n} for (k, a, b), n in sorted(seen.items())],
+        }
     lines = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
     pairs: dict[tuple[str, str, str], int] = {}
     others: dict[tuple[str, str, str], int] = {}
@@ -82,7 +93,11 @@ def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
     for run in out["runs"]:
         run.pop("unexplained", None)
         if run["tool"] == "emulator":
-            run["unexplained"] = run["reports"] if not run["case"].startswith("probe: ") else 0
+            for lane in run.setdefault("lanes", []):
+                reason = HARMLESS.get((lane["kernel"], lane["access"], lane["arrival"]))
+                lane["explained"] = f"the arrival hands over {reason}" if reason else None
+            open_lanes = sum(lane["explained"] is None for lane in run["lanes"])
+            run["unexplained"] = 0 if run["case"].startswith("probe: ") else None if run["reports"] is None else run["reports"] + open_lanes
             continue
         for report in [*run["pairs"], *run["others"]]:
             probe = run["case"].startswith("probe: ")
@@ -112,7 +127,8 @@ def table(record: dict[str, Any]) -> str:
         found = runs.get((case, tool), [])
         if not found or any(r["exit"] or r["unexplained"] is None for r in found):
             return "-"
-        known = {(p["kernel"], str(p.get("functions", p.get("place")))) for r in found for p in [*r.get("pairs", []), *r.get("others", [])]}
+        said = [p for r in found for p in [*r.get("pairs", []), *r.get("others", []), *r.get("lanes", [])]]
+        known = {(p["kernel"], str(p.get("functions", p.get("place", p.get("access"))))) for p in said if p["explained"]}
         return str(sum(r["unexplained"] for r in found)) + (f" + {len(known)}" if known else "")
 
     lines = ["| case | " + " | ".join(TOOLS) + " | kernels |", "|---" * (len(TOOLS) + 2) + "|"]
