@@ -20,11 +20,12 @@ import hashlib
 import os
 import re
 import struct
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .elf import SLOTS, write_trampolines
 from .errors import LaunchError
@@ -426,6 +427,15 @@ def install(arch: str) -> Runtime:
     jit_executor.JitFunctionArtifacts.__post_init__ = read_and_record
     _runtime = created
     return created
+
+
+def leave() -> NoReturn:
+    """End this process at once: taking compiled kernels apart one by one costs ten seconds and more."""
+    if _folder is not None:
+        _folder.cleanup()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def target_capability_of(arch: str) -> tuple[int, int]:

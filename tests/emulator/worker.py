@@ -114,3 +114,6 @@ def _serve(arch: str, out: TextIO) -> None:
 
 if __name__ == "__main__":
     _serve(sys.argv[1], sys.stdout)
+    from .capture import leave
+
+    leave()
