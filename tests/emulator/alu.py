@@ -244,6 +244,9 @@ def _funnel(c: Codegen, I: Instr) -> list[str]:
 def _prmt(c: Codegen, I: Instr) -> list[str]:
     only(I, "b32")
     a, b, s = (f"u32({c.val(x, 'U')})" for x in I.args[1:4])
+    if isinstance(I.args[3], Imm) and not I.args[3].value & 0x8888:
+        picks = tuple(I.args[3].value >> 4 * i & 7 for i in range(4))
+        return c.assign(I.args[0], f"N.prmt_picks({c.val(I.args[1], 'U')},{c.val(I.args[2], 'U')},{picks})", "U")
     return c.assign(I.args[0], f"N.prmt({a},{b},{s})", "U")
 
 

@@ -112,6 +112,16 @@ def prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     return out
 
 
+def prmt_picks(a: np.ndarray, b: np.ndarray, picks: tuple[int, ...]) -> np.ndarray:
+    """``prmt.b32`` by a constant selector that copies bytes ``picks`` of b:a as they are."""
+    out = np.empty(np.broadcast_shapes(np.shape(a), np.shape(b), (1,)), u32)
+    bytes_ = out.view(u8).reshape(*out.shape, 4)
+    sources = [x.view(u8).reshape(*x.shape, 4) for x in (np.ascontiguousarray(a, u32), np.ascontiguousarray(b, u32))]
+    for i, pick in enumerate(picks):
+        bytes_[..., i] = sources[pick >> 2][..., pick & 3]
+    return out
+
+
 def funnel(lo: np.ndarray, hi: np.ndarray, n: np.ndarray, left: bool, wrap: bool) -> np.ndarray:
     """``shf.{l,r}.{wrap,clamp}.b32``: shift hi:lo and keep one word."""
     n = (n & u32(31)) if wrap else np.minimum(n, u32(32))

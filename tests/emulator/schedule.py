@@ -35,7 +35,7 @@ class Scheduler:
 
     @staticmethod
     def _retire(machine: Any) -> None:
-        for cluster in [c for c in machine.resident if all(g.done for g in c.gangs)]:
+        for cluster in [c for c in machine.resident if not c.live]:
             if not any(_belongs(q, cluster) for q in machine.async_queues):
                 machine.retire(cluster)
 

@@ -168,7 +168,7 @@ class Compiled:
         """A register file for a gang; one that an ended gang has left, if there is one. Only the latest programs keep theirs."""
         if self not in _RECENT:
             _RECENT.append(self)
-            if len(_RECENT) > 4:
+            if len(_RECENT) > 8:
                 _RECENT.pop(0).spare.clear()
         if self.spare and self.spare[-1].whole[0].shape[1] != width:
             self.spare.clear()

@@ -76,3 +76,20 @@ def test_floats_to_fp8_around_every_tie(fmt, dtype, limit):
     want = torch.where(x.isnan(), 0x7F, x.clamp(-limit, limit).to(dtype).view(torch.uint8))
     hi, lo = x.numpy(), x.flip(0).numpy()
     assert (numerics.f32_to_fp8x2(fmt, hi, lo) == (want.numpy().astype("uint16") << 8 | want.flip(0).numpy())).all()
+
+
+def test_bytes_picked_by_a_constant():
+    """Every place of every byte; the general form takes the selector from a register."""
+    a, b = (
+        torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(s)).to(torch.int32).numpy().view("uint32")
+        for s in (0, 1)
+    )
+    for selector in (0x0123, 0x4567, 0x7531, 0x6420, 0x5140, 0x7777, 0x3210):
+        want = numerics.prmt(a, b, numerics.u32(selector))
+        assert (numerics.prmt_picks(a, b, tuple(selector >> 4 * i & 7 for i in range(4))) == want).all()
+        run(
+            f"{LOAD}prmt.b32 %r27, %r24, %r25, {selector};\n{STORE}",
+            *(torch.from_numpy(x.view("int32")) for x in (a, b, b)),
+            out := torch.zeros(32, dtype=torch.int32),
+        )
+        assert (out.numpy().view("uint32") == want).all()
