@@ -12,6 +12,7 @@ models are loaded from there, run to the same step, and must have the same bits.
 
 import argparse
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -173,7 +174,9 @@ def resident() -> int:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes in use now: on the device allocated and reserved, and of the process."""
+    """Bytes in use now, after what only cycles hold is gone (autograd leaves a step's gradients in one now and then): on the device
+    allocated and reserved, and of the process."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "resident": resident()}

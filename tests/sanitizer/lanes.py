@@ -29,7 +29,7 @@ def watching() -> Iterator[Counter[tuple[str, str, str]]]:
     """Counts of (kernel's entry name, ``file.py:line`` of an access, of an arrival)."""
     import numpy as np
 
-    from tests.emulator import memory, registry
+    from tests.emulator import api, memory, registry
 
     registry.load_engines()
     found: Counter[tuple[str, str, str]] = Counter()
@@ -67,4 +67,32 @@ def watching() -> Iterator[Counter[tuple[str, str, str]]]:
             stack.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
         operations = {name: dataclasses.replace(registry.OPS[name], run=run) for name, run in new.items()}
         stack.enter_context(mock.patch.dict(registry.OPS, operations))
+        api.compiled.cache_clear()  # programs hold the operations they were made of
+        stack.callback(api.compiled.cache_clear)
         yield found
+
+
+def unexplained(found: Counter[tuple[str, str, str]]) -> list[str]:
+    """What is not in ``HARMLESS``, a line each. Needs lines of callers (``cases.listing``)."""
+    from tests.sanitizer.pairs import function_of
+    from tests.sanitizer.report import kernel_of
+
+    lines = set()
+    for name, access, arrival in found:
+        kernel = kernel_of(name)
+        key = kernel, function_of(access, kernel), function_of(arrival, kernel)
+        if key not in HARMLESS:
+            lines.add(f"{kernel}: {access} ({key[1]}), then {arrival} ({key[2]})")
+    return sorted(lines)
+
+
+def of_probes(arch: str, names: list[str]) -> dict[str, int]:
+    """How many places each probe (``probes``) has, for ``tests.emulator.worker``."""
+    from tests.sanitizer.probes import emulated
+
+    counts = {}
+    for name in names:
+        with watching() as found:
+            emulated(arch, [name], 1)
+        counts[name] = len(found)
+    return counts

@@ -1,7 +1,7 @@
-"""Why reports of ``compute-sanitizer`` are no errors, by kernel and function; nothing else is explained.
+"""Why pairs of accesses that ``racecheck`` reports are no races, by kernel and function; nothing else is explained.
 
 Every reason names a probe (``probes``): the smallest kernel that is ordered in the same way, by PTX's memory model too. A record holds what
-the tool says of the probe beside what it says of our kernels, and a report counts as explained only if the tool reports the probe as well
+the tool says of the probe beside what it says of our kernels, and a pair counts as explained only if the tool reports the probe as well
 while the emulator's race checker, which follows mbarriers, named barriers and proxies, and does report the probe's wrong form, finds both
 the probe and the case clean (``report.evidence``).
 """
@@ -22,17 +22,6 @@ class Pair:
     kernel: str
     write: str
     read: str
-    probe: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Other:
-    """A report of another kind: the beginning of its text, its kernel and ``file.py function``."""
-
-    what: str
-    kernel: str
-    place: str
     probe: str
     reason: str
 
@@ -110,12 +99,6 @@ PAIRS: tuple[Pair, ...] = (
         "a segment's largest exponents: three warps meet at a named barrier, one of them then arrives on table, which the readers wait for",
     ),
 )
-UNWRITTEN, STORED = "Uninitialized __global__ memory read", "bulk store, bulk"
-BULK_STORED = "written by bulk stores of the kernel before, which the tool does not follow; what fresh memory holds reaches no result"
-OTHERS: tuple[Other, ...] = (
-    Other(UNWRITTEN, BACKWARD, "backward_load.py share_tile", STORED, "images of Q and dO: " + BULK_STORED),
-    Other(UNWRITTEN, "backward_prepass Prepass", "backward_rows.py eight_columns", STORED, "rows of O: " + BULK_STORED),
-)
 
 
 @functools.cache
@@ -146,9 +129,3 @@ def explain(report: dict[str, Any]) -> Pair | None:
     """The explanation of a pair of accesses, if there is one."""
     key = (report["kernel"], *report["functions"])
     return next((p for p in PAIRS if (p.kernel, p.write, p.read) == key), None)
-
-
-def explain_other(report: dict[str, Any]) -> Other | None:
-    """The explanation of any other report."""
-    place = function_of(report["place"], report["kernel"])
-    return next((o for o in OTHERS if report["what"].startswith(o.what) and (o.kernel, o.place) == (report["kernel"], place)), None)

@@ -6,7 +6,8 @@
 Each comes as our kernels have it (``one arrives``: a warp meets at ``bar.warp.sync``, then one lane arrives on the mbarrier for all), as
 the tool would like it (``all arrive``: every lane arrives for itself), and wrong (``too early``: the arrival stands before the access). The
 first is ordered by PTX's memory model: ``bar.warp.sync`` orders the accesses of the lanes that meet, the arrival releases and the wait
-acquires, and causality order is transitive. What the tool says of it beside the other two is what it can and cannot follow.
+acquires, and causality order is transitive. What the tool says of it beside the other two is what it can and cannot follow. ``not met``
+lacks the ``bar.warp.sync``: wrong by the letter, and seen by ``lanes`` alone.
 
 ============  ==============================================================================================================
 reuse         a stage is read by a warp and then overwritten by one lane of another
@@ -25,7 +26,7 @@ ROUNDS = 6
 PROBES: dict[str, tuple[str, str]] = {
     f"{pattern}, {how}": (pattern, how)
     for pattern, hows in {
-        "reuse": ("one arrives", "all arrive", "too early"),
+        "reuse": ("one arrives", "all arrive", "too early", "not met"),
         "reuse, bulk": ("one arrives", "all arrive", "too early"),
         "publish": ("one arrives", "all arrive", "too early"),
         "relay": ("one arrives", "all arrive", "too early"),
@@ -65,10 +66,11 @@ def _kernels() -> Any:
         )
 
     @cute.jit
-    def arrive(one: cutlass.Constexpr, barrier):
+    def arrive(one: cutlass.Constexpr, meets: cutlass.Constexpr, barrier):
         """A warp's arrival: by one lane after all have met, or by each."""
         if const_expr(one):
-            cute.arch.sync_warp()
+            if const_expr(meets):
+                cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barrier)
         else:
@@ -143,24 +145,24 @@ def _kernels() -> Any:
                                 bulk(store.cells.data_ptr().toint(), (source.iterator + 32 * i).toint(), full.toint())
                         elif const_expr(pattern == "publish"):
                             if const_expr(early):
-                                arrive(one_full, full)
+                                arrive(one_full, True, full)
                             cells[lane] = source[i, lane]
                             if const_expr(not early):
-                                arrive(one_full, full)
+                                arrive(one_full, True, full)
                         else:
                             cute.arch.barrier(barrier_id=1, number_of_threads=64)  # the helper may write
                             if const_expr(early):
-                                arrive(one_full, full)
+                                arrive(one_full, True, full)
                             cute.arch.barrier(barrier_id=1, number_of_threads=64)  # and has written
                             if const_expr(not early):
-                                arrive(one_full, full)
+                                arrive(one_full, True, full)
                     elif warp == 1:
                         cute.arch.mbarrier_wait(full, i & 1)
                         if const_expr(early and not publishes):
-                            arrive(one_empty, empty)
+                            arrive(one_empty, how != "not met", empty)
                         out[i, lane] = cells[lane % 4 if pattern == "reuse" else lane ^ 1]
                         if const_expr(not (early and not publishes)):
-                            arrive(one_empty, empty)
+                            arrive(one_empty, how != "not met", empty)
                     elif const_expr(pattern == "relay"):
                         cute.arch.barrier(barrier_id=1, number_of_threads=64)
                         cells[lane] = source[i, lane]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.sanitizer.cases import CASES
 from tests.sanitizer.lanes import HARMLESS
-from tests.sanitizer.pairs import explain, explain_other, function_of
+from tests.sanitizer.pairs import explain, function_of
 from tests.sanitizer.probes import RACES
 
 ACCESS = re.compile(r"(Read|Write) (?:Thread \([^)]*\)|access) at (\S+?)(?:_object_at\S*|\+0x[0-9a-f]+) in (\S+)")
@@ -65,15 +65,13 @@ def parse(text: str, tool: str) -> dict[str, Any]:
     }
 
 
-def evidence(record: dict[str, Any], probe: str, tool: str) -> str:
-    """What is missing in the record for a probe to explain a tool's reports, or ``""``: the tool reports the probe, the emulator, whose
-    checker does report the same hand-over done wrong, does not; kernels of the case are clean there."""
+def evidence(record: dict[str, Any], probe: str) -> str:
+    """What is missing in the record for a probe to explain a pair, or ``""``: racecheck reports the probe; the emulator's checker, which
+    does report the same hand-over done wrong, does not."""
     found = {(r["tool"], r["case"].removeprefix("probe: ")): r for r in record["runs"] if r["case"].startswith("probe: ")}
-    by_tool, emulated = found.get((tool, probe)), found.get(("emulator", probe))
-    if by_tool is None or by_tool["exit"] or not (by_tool["pairs"] or by_tool["others"]):
-        return f"{tool} says nothing of the probe"
-    if tool != "racecheck":
-        return ""
+    by_tool, emulated = found.get(("racecheck", probe)), found.get(("emulator", probe))
+    if by_tool is None or by_tool["exit"] or not by_tool["pairs"]:
+        return "racecheck says nothing of the probe"
     if emulated is None or emulated["reports"] != 0:
         return "the emulator has not found the probe clean"
     wrong = [r for (t, p), r in found.items() if t == "emulator" and p in RACES and p.split(", ")[0] == probe.split(", ")[0]]
@@ -101,11 +99,11 @@ def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         for report in [*run["pairs"], *run["others"]]:
             probe = run["case"].startswith("probe: ")
-            found = explain(report) if "write" in report else explain_other(report)
+            found = explain(report) if "write" in report else None
             missing = ""
             if found is not None and not probe:
-                missing = evidence(out, found.probe, run["tool"])
-                if not missing and run["tool"] == "racecheck" and run["case"] not in clean:
+                missing = evidence(out, found.probe)
+                if not missing and run["case"] not in clean:
                     missing = "the emulator has not found the case clean"
             report["explained"] = found.reason if found is not None and not missing else None
             report["probe"] = found.probe if found is not None else None

@@ -5,7 +5,8 @@ import ast
 import pytest
 
 from tests.emulator.worker import Worker
-from tests.sanitizer.pairs import OTHERS, PAIRS, function_of, sources
+from tests.sanitizer.lanes import HARMLESS
+from tests.sanitizer.pairs import PAIRS, function_of, sources
 from tests.sanitizer.probes import PROBES, RACES
 from tests.sanitizer.report import merge, parse, table
 
@@ -50,23 +51,35 @@ def test_nothing_is_explained_without_evidence():
 
 
 def test_explanations_are_of_code_that_exists():
-    for kernel, place in [(p.kernel, x) for p in PAIRS for x in (p.write, p.read)] + [(o.kernel, o.place) for o in OTHERS]:
+    places = [(p.kernel, x) for p in PAIRS for x in (p.write, p.read)] + [(k, x) for k, *both in HARMLESS for x in both]
+    for kernel, place in places:
         file, _, function = place.partition(" ")
         trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources(file, kernel)]
         names = {n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         assert function in names, (kernel, place)
-    assert all(x.probe in PROBES and x.reason for x in (*PAIRS, *OTHERS))
+    assert all(pair.probe in PROBES and pair.reason for pair in PAIRS)
     assert function_of("rows.py:1", "weight_gradient_codes WeightGradientOfCodes") == "rows.py:1"
 
 
-@pytest.mark.emulator
-def test_probes():
-    """The emulator's checker reports the wrong form of each hand-over and none of the right ones."""
+@pytest.fixture(scope="module")
+def worker():
     pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
+    made = Worker("sm_90a")
+    yield made
+    made.close()
+
+
+@pytest.mark.emulator
+def test_probes(worker):
+    """The emulator's checker reports the wrong form of each hand-over and none of the right ones."""
     names = [name for name in PROBES if "bulk store" not in name and "same value" not in name]
-    worker = Worker("sm_90a")
-    try:
-        found = worker.call("tests.sanitizer.probes:emulated", names=names, schedules=2)
-    finally:
-        worker.close()
+    found = worker.call("tests.sanitizer.probes:emulated", names=names, schedules=2)
     assert {name for name, reports in found.items() if reports} == RACES
+
+
+@pytest.mark.emulator
+def test_lanes(worker):
+    """A lane that arrives for others which did not meet it is seen; after a meeting, or where each arrives for itself, nothing is."""
+    names = [name for name in PROBES if name.startswith("reuse, ") and "early" not in name]
+    found = worker.call("tests.sanitizer.lanes:of_probes", names=names)
+    assert {name for name, places in found.items() if places} == {"reuse, not met"}

@@ -6,7 +6,8 @@ Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), 
 ``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths),
 ``whole`` (true: dV with its mean part, BF16 dQ), ``fall`` (q times two to this from row 128 on). Prints
 one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
-reference. A process of its own: the emulated architecture is fixed at import.
+reference. Lanes that did not meet (``tests.sanitizer.lanes``) end it with an error. A process of its own: the emulated architecture is
+fixed at import.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ import torch
 from lp_fa4 import reference
 from tests.emulator import api
 from tests.gpu import problems
+from tests.sanitizer.cases import listing
+from tests.sanitizer.lanes import unexplained, watching
 from tests.sm90.agreement import compare
 
 MULTIPROCESSORS = 4
@@ -56,11 +59,13 @@ def main(text: str, schedules: list[str]) -> None:
             kinds = dict(whole=True, dq_dtype=torch.bfloat16) if whole else {}
             return module.backward(p, result, dout, deterministic=deterministic, **kinds)
 
-    for name in schedules:
-        kind, _, seed = name.partition(":")
-        ours, run = api.call_under(call, "sm_90a", api.Schedule(kind, int(seed or 0)), check=True)
-        report = compare(p, dout, ours, theirs)
-        print(json.dumps({"schedule": name, "steps": run.steps, **report}), flush=True)
+    with listing(), watching() as lanes:
+        for name in schedules:
+            kind, _, seed = name.partition(":")
+            ours, run = api.call_under(call, "sm_90a", api.Schedule(kind, int(seed or 0)), check=True)
+            report = compare(p, dout, ours, theirs)
+            print(json.dumps({"schedule": name, "steps": run.steps, **report}), flush=True)
+    assert not unexplained(lanes), unexplained(lanes)
 
 
 if __name__ == "__main__":
