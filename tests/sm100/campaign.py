@@ -117,23 +117,27 @@ def run_mode(which: str, name: str, todo: list[tuple[int, str, str]], places: Pl
     """The runs ``todo`` of one mode, each in a child, as places are free."""
     while not places.take(1.0):
         pass
-    try:
-        mode = Mode(which, name, sorted({(queries, keys) for queries, keys, _ in todo}))
-    finally:
-        places.leave()
     waiting = list(todo)
     running: set[int] = set()
+
+    def run(queries: int, keys: str, schedule: str) -> None:
+        line = {**mode.run(queries, keys, schedule), "commit": source}
+        _append(file, line)
+        print(which, name, queries, keys, schedule, f"{line['seconds']} s, {line.get('error', 'right')[-300:]}", flush=True)
+
+    try:
+        mode = Mode(which, name, sorted({(queries, keys) for queries, keys, _ in todo}))
+        run(*waiting.pop())  # the shortest, here: the emulator makes its code as a program runs, and children have it then
+    finally:
+        places.leave()
     gc.freeze()  # children share these objects: their memory is not written to by a collection
     while waiting or running:
         if waiting and places.take(0.1):
-            run = waiting.pop(0)
             child = os.fork()
             if not child:
-                line = {**mode.run(*run), "commit": source}
-                _append(file, line)
-                words = line.get("error", "right")[-300:]
-                print(which, name, *run, f"{line['seconds']} s, {words}", flush=True)
+                run(*waiting[0])
                 os._exit(0)
+            waiting.pop(0)
             running.add(child)
         ended, _ = os.waitpid(-1, os.WNOHANG) if running else (0, 0)
         if ended:
