@@ -59,8 +59,8 @@ class StagedLayout:
 
 PLAIN = StagedLayout()
 COPIED = (
-    (384, StagedLayout(1, 512, turners=3, slots=2, rows=128, stages=3)),
-    (512, StagedLayout(1, 512, turners=3, slots=3, rows=64, stages=2)),
+    (384, StagedLayout(1, turners=7, slots=2, rows=128, stages=4)),
+    (512, StagedLayout(1, turners=7, slots=2, rows=128, items=2, stages=2)),
 )
 """(columns up to, layout) where the codes are copied with tokens innermost."""
 
