@@ -74,6 +74,7 @@ def compare(
 
     choices = Numerics(**numerics)
     shape: dict[str, Any] = {"dim": dim, "num_heads": heads, "num_seeds": seeds, "numerics": choices, "value_proj": value_proj}
+    torch.manual_seed(0)
     x, offsets = batch(lengths, extra=5, dim=dim, dtype=torch.bfloat16, offsets_dtype=torch.int32)
     torch.use_deterministic_algorithms(False)  # the reducing kernels, as a user runs them
     module = make(**shape)
