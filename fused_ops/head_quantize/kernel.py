@@ -33,7 +33,7 @@ class HeadQuantize:
         head, _, _ = cute.arch.block_idx()
         maxima = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
         count, top = Int32(x.shape[0]) * self.quads, Int32(0)
-        for at in cutlass.range(tid, count, THREADS, unroll=4):
+        for at in cutlass.range(tid, count, THREADS, unroll=8):
             values = self.four(x, at, head)
             for i in cutlass.range_constexpr(4):
                 top = magnitude_max(top, values[i])
@@ -45,7 +45,7 @@ class HeadQuantize:
         if tid == 0:
             scale[head] = Uint8(byte)
         inverse = inverse_of_byte(byte)
-        for at in cutlass.range(tid, count, THREADS, unroll=4):
+        for at in cutlass.range(tid, count, THREADS, unroll=8):
             values = self.four(x, at, head)
             word = cute.make_rmem_tensor(1, Uint32)
             word[0] = Uint32(e4m3x4(*[nan_unless_finite(values[i] * inverse) for i in range(4)]))
