@@ -104,6 +104,9 @@ class Sample:
         return x
 
 
+MANY = 140
+
+
 @dataclass(frozen=True)
 class Choices:
     """What a batch shares."""
@@ -113,6 +116,8 @@ class Choices:
     wide_offsets: bool = False
     strided: bool = False
     deterministic: bool = True
+    many: int = MANY
+    """Queries that all samples share, where an operation takes many: one to four tiles of 64."""
     place: Place = REFERENCE
 
     def offsets(self, lengths) -> tuple[Tensor, Tensor]:
@@ -262,7 +267,7 @@ def drop_in(samples: list[Sample], tail: int, choices: Choices) -> Results:
 def attention(samples: list[Sample], tail: int, choices: Choices, queries: int = 0, group: int = 1) -> Results:
     """``mx_attention`` with queries that all samples share, ``group`` query heads for one of keys, and its backward."""
     place = choices.place
-    heads, dim, queries = place.heads, place.dim, queries or place.queries
+    heads, dim, queries = place.heads, place.dim, (choices.many if queries == MANY else queries) or place.queries
     offsets, bounds = choices.offsets([s.length for s in samples])
     q = quantize_mx(torch.randn(queries, group * heads, dim, generator=torch.Generator().manual_seed(7)).to(place.device), token_dim=0)
     k, v = (
@@ -293,7 +298,7 @@ def _module(place: Place, queries: int, **options) -> PMA:
 
 
 def pma(samples: list[Sample], tail: int, choices: Choices, queries: int = 0, **options) -> Results:
-    place, queries = choices.place, queries or choices.place.queries
+    place, queries = choices.place, queries or (100 if choices.many == 100 else choices.place.queries)
     module = _module(place, queries, **options)
     offsets, bounds = choices.offsets([s.length for s in samples])
     narrow = replace(choices, dtype=torch.bfloat16) if place.kernels else choices
@@ -319,7 +324,7 @@ _OPERATIONS: dict[str, Callable[..., Results]] = {
 }
 _KERNELS: dict[str, Callable[..., Results]] = {
     "mx_attention 40": partial(attention, queries=40, group=2),
-    "mx_attention 140": partial(attention, queries=140),
+    "mx_attention 140": partial(attention, queries=MANY),
 }
 """Few queries, some, and many have kernels of their own on Hopper."""
 _MODULES: dict[str, Callable[..., Results]] = {"PMA": pma, "PMA post": partial(pma, numerics="post"), "PMA static value_proj": pma_static}

@@ -47,6 +47,7 @@ choices = st.builds(
     wide_offsets=st.booleans(),
     strided=st.booleans(),
     deterministic=st.booleans(),
+    many=st.sampled_from((140, 140, 100, 64, 200)),
 )
 tails = st.integers(0, 40)
 

@@ -21,14 +21,15 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("gemm_quantize", {}),
         ("gemm_quantize", {"dtype": "float32"}),
         ("gemm_norm_backward", {}),
+        ("other forms", {}),
     ],
     "few queries": [("mx_attention", {}), ("mx_attention 40", {})],
     "attention": [("mx_attention 140", {}), ("mx_attention 140", {"deterministic": False})],
     "drop-in": [("flash_attn_varlen_func", {}), ("flash_attn_varlen_func", {"causal": True})],
-    "module": [("PMA static value_proj", {})],
+    "module": [("PMA static value_proj", {}), ("PMA post", {})],
 }
 """Operations of each case, by their names in ``tests.properties.subjects``, and what is not the default of ``Choices``. In float32
-``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles."""
+``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles; ``other_forms`` is below."""
 LENGTHS = (0, 33, 130, 1, 300)
 FEWER = (130, 0, 1)
 """For one operation alone."""
@@ -75,6 +76,26 @@ def listing() -> Iterator[list[str]]:
         yield kernels
 
 
+def other_forms(lengths: tuple[int, ...], place: Any) -> None:
+    """Kernels of fused operations that no subject has: the norm of rows too long for the staged kernel, scales back from the swizzle,
+    a weight's gradient from BF16 operands."""
+    import torch
+
+    from fused_ops import gather_scales, gemm_norm_backward, rmsnorm_quantize, scatter_scales
+    from lp_fa4 import quantize_mx
+    from tests.conftest import offsets_of
+
+    device, tokens, g = place.device, sum(lengths), torch.Generator().manual_seed(0)
+    offsets = offsets_of(lengths).to(device)
+    wide, k, xn = (torch.randn(tokens, n, generator=g).bfloat16().to(device) for n in (640, 128, 128))
+    with place.around():
+        rmsnorm_quantize(wide, torch.ones(640, device=device), offsets=offsets, backend=place.backend)
+        scales = scatter_scales(quantize_mx(k.float(), (32, 32), offsets), 0, backend=place.backend)
+        gather_scales(scales, tokens, 128, offsets, axis=0, backend=place.backend)
+        ones, weight = torch.ones(tokens, device=device), torch.ones(128, 128, device=device).bfloat16()
+        gemm_norm_backward(k, None, weight, xn, ones[:128].float(), ones, xn, offsets=offsets, backend=place.backend)
+
+
 def operations(name: str, index: int | None, place: Any) -> list[Any]:
     """Calls of a case, or one of them."""
     import torch
@@ -82,11 +103,13 @@ def operations(name: str, index: int | None, place: Any) -> list[Any]:
     from tests.properties.subjects import Choices, Sample, subjects_at
 
     subjects = {s.name: s for s in subjects_at(place).values()}
-    samples = [
-        Sample(n, 2 + 45 * (i % 3), 2, change="constant" if i == 1 else "") for i, n in enumerate(LENGTHS if index is None else FEWER)
-    ]
+    lengths = LENGTHS if index is None else FEWER
+    samples = [Sample(n, 2 + 45 * (i % 3), 2, change="constant" if i == 1 else "") for i, n in enumerate(lengths)]
     calls = []
     for subject, changes in CASES[name] if index is None else CASES[name][index : index + 1]:
+        if subject == "other forms":
+            calls.append(lambda: other_forms(lengths, place))
+            continue
         given = {"dtype": "bfloat16", **changes}
         choices = Choices(**{**given, "dtype": getattr(torch, given["dtype"])})
         calls.append(lambda subject=subjects[subject], choices=choices: subject(samples, 7, choices))
