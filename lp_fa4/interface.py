@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lp_fa4 import ops
-from lp_fa4.config import DEFAULT, DROP_IN, AttentionConfig
+from lp_fa4.config import DEFAULT, DROP_IN, DROP_IN_WITH_LSE, AttentionConfig
 from lp_fa4.dispatch import is_supported
 from lp_fa4.mx import MXTensor, check_offsets
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients, check_head_dim, check_softmax_scale
@@ -180,7 +180,8 @@ def flash_attn_func(
         dropout_p, window_size, softcap, alibi_slopes: only the defaults are served (and ``window_size=(-1, 0)``, which is causal).
         return_attn_probs: also return the LSE, fp32 ``[B, H, Sq]`` (differentiable), and an empty tensor (flash_attn fills it under dropout
             only).
-        backend, config: not in flash_attn; see :func:`mx_attention`. Default config :data:`lp_fa4.config.DROP_IN`.
+        backend, config: not in flash_attn; see :func:`mx_attention`. Default config :data:`lp_fa4.config.DROP_IN`, or
+            :data:`lp_fa4.config.DROP_IN_WITH_LSE` with return_attn_probs.
 
     Returns: ``[B, Sq, H, D]`` in q's dtype (rounded through bfloat16). Gradients in each operand's dtype. Rows that see no key are 0.
     """
@@ -205,6 +206,7 @@ def flash_attn_func(
         deterministic,
         backend,
         config,
+        return_attn_probs,
         queries,
     )
     out = out.reshape(q.shape)
@@ -264,14 +266,17 @@ def flash_attn_varlen_func(
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if n < 0:
             raise ValueError(f"{name} is {n}; it must be at least 0")
-    out, lse = _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, deterministic, backend, config)
+    out, lse = _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, deterministic, backend, config, return_attn_probs)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
-def _flash(q, k, v, offsets_q, offsets_k, softmax_scale, causal, deterministic, backend, config, queries=-1) -> tuple[Tensor, Tensor]:
+def _flash(
+    q, k, v, offsets_q, offsets_k, softmax_scale, causal, deterministic, backend, config, with_lse, queries=-1
+) -> tuple[Tensor, Tensor]:
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     check_softmax_scale(scale)
-    config = DROP_IN if config is None else config
+    if config is None:
+        config = DROP_IN_WITH_LSE if with_lse else DROP_IN
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     made = ops.flash_attention_forward(q, k, v, offsets_q, offsets_k, queries, scale, causal, deterministic, config.key, backend, backward)
     return made[0], made[1]

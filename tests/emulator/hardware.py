@@ -98,10 +98,10 @@ def _forward(place: Place, host: Any) -> dict[str, Tensor]:
 
 def _backward(place: Place, host: Any) -> dict[str, Tensor]:
     from lp_fa4 import reference
-    from lp_fa4.config import DROP_IN
+    from lp_fa4.config import DROP_IN_WITH_LSE
     from lp_fa4.problem import ForwardResult
 
-    problem = dataclasses.replace(_problem(), config=DROP_IN)
+    problem = dataclasses.replace(_problem(), config=DROP_IN_WITH_LSE)
     result = reference.forward(problem)
     dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(8)).bfloat16()
     with host():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lp_fa4 import flash_attn_func, flash_attn_varlen_func
+from lp_fa4.config import DROP_IN
 from lp_fa4.reference import exact_attention
 from tests.gpu.problems import DEVICE, offsets_of, poison, relative
 
@@ -88,3 +89,19 @@ def test_gradients(causal, dim):
     others = torch.autograd.grad(again, dense, dout.unflatten(0, (batch, -1)))
     for a, b in zip(others[1:], grads[1:], strict=True):
         assert torch.equal(a.flatten(0, 1), b[:used])
+
+
+def test_gradient_of_the_lse():
+    """Served where the LSE is returned (dQ is then summed in FP32); FP16 sums beside it are refused: their bound is on dO alone."""
+    q, k, v = (x.requires_grad_() for x in inputs(200, 300, 2, 2, 64))
+    offsets = offsets_of([200]), offsets_of([300])
+    out, lse, _ = flash_attn_varlen_func(q, k, v, *offsets, 200, 300, return_attn_probs=True, backend="sm90")
+    weight = torch.randn_like(lse)
+    grads = torch.autograd.grad((lse * weight).sum(), (q, k), retain_graph=True)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    _, truth = exact_attention(*exact, offsets_q=offsets[0], offsets_k=offsets[1])
+    for got, want in zip(grads, torch.autograd.grad((truth * weight).sum(), exact[:2]), strict=True):
+        assert relative(got, want) < 2 * FP8_ERROR
+    out, lse, _ = flash_attn_varlen_func(q, k, v, *offsets, 200, 300, return_attn_probs=True, backend="sm90", config=DROP_IN)
+    with pytest.raises(ValueError, match="dlse is given with FP16 dQ"):
+        (out.float().sum() + lse.sum()).backward()
