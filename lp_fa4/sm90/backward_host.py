@@ -164,6 +164,8 @@ def prepare_backward(
     """The backward's first half: everything that reads ``result`` and ``dout``, which may be freed before ``finish_backward`` allocates
     the gradients of k and v. Arguments as of ``backward``; returns the filled ``workspaces``."""
     _check(problem, result, dout)
+    if dlse is not None and problem.config.dq_dtype == torch.float16 and problem.config.dq_scale == "bound":
+        raise ValueError('dlse is given with FP16 dQ under dq_scale="bound", which bounds dO alone; give an int, or dq_dtype=torch.float32')
     p, config = problem, problem.config
     if nothing_to_do(p):
         return []
