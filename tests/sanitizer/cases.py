@@ -8,6 +8,7 @@ caller's.
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -165,9 +166,12 @@ def in_emulator(name: str, arch: str = "sm_90a") -> tuple[list[str], list[list[A
     from tests.sanitizer.lanes import watching
 
     with listing() as kernels, watching() as found:
+        import torch
+
         from tests.properties.emulated import place_of
 
-        for call in operations(name, None, place_of(arch, narrow=False)):
+        place = dataclasses.replace(place_of(arch, narrow=False), dtypes=(torch.bfloat16, torch.float32))
+        for call in operations(name, None, place):
             for _ in range(SCHEDULES):
                 call()
     return kernels, [[*key, n] for key, n in sorted(found.items())]
