@@ -56,12 +56,13 @@ class SampleMeans:
         length = Int32(offsets[b + 1]) - begin
         count = cutlass.min(length, SAMPLES)
         steps = SAMPLES // self.rows
+        whole, rest = length // cutlass.max(count, 1), length % cutlass.max(count, 1)
         raw = cute.make_rmem_tensor((words_of(dtype), steps), Uint32)
         raw.fill(0)
         for s in cutlass.range_constexpr(steps):
             at = row + s * self.rows
             if at < count:
-                token = begin + Int32(cutlass.Int64(at) * cutlass.Int64(length) // cutlass.Int64(count))
+                token = begin + at * whole + at * rest // count  # at * length // count, which might not fit
                 eight(x, (token, head, column), raw[None, s])
         for i in cutlass.range_constexpr(8):
             total = Float32(0.0)
@@ -70,10 +71,10 @@ class SampleMeans:
             parts[row, column + i] = total
         cute.arch.sync_threads()
         if tid < self.head_dim:
-            whole = Float32(0.0)
+            total = Float32(0.0)
             for r in cutlass.range_constexpr(self.rows):
-                whole = whole + parts[r, tid]
-            out[b, head, tid] = whole / Float32(cutlass.max(count, 1))
+                total = total + parts[r, tid]
+            out[b, head, tid] = total / Float32(cutlass.max(count, 1))
 
 
 RUNS = 4
