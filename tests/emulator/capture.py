@@ -418,6 +418,9 @@ def install(arch: str) -> Runtime:
     )
     from cutlass.base_dsl import jit_executor
 
+    from . import locations
+
+    locations.remember()
     read = jit_executor.JitFunctionArtifacts.__post_init__
 
     def read_and_record(self: Any) -> None:

@@ -128,3 +128,24 @@ def seconds(arch: str, check: bool) -> dict[str, float]:
         api.call_under(case.call, arch, api.Schedule("eager"), check=check, waivers=waivers.FA4_FORWARD_SM100)
         times.append(time.process_time() - started)
     return {"seconds": min(times[1:])}
+
+
+def places(arch: str) -> dict[str, Any]:
+    """What ``locations`` remembers of a frame at several places, each seen twice, and what the DSL works out there."""
+    from cutlass._mlir_helpers import op
+
+    def walk() -> Any:
+        for _ in range(2):
+            yield (yield 1), (yield 2)
+            yield 3
+
+    def told(info: Any, own: bool) -> list[Any]:
+        return [info.filename, info.lineno, info.positions.col_offset, info.function, info.code_context, own]
+
+    remembered, worked_out = [], []
+    walking = walk()
+    for _ in walking:
+        frame = walking.gi_frame
+        remembered.append(told(op._fast_frameinfo(frame), op._is_framework_stack_frame(frame)))
+        worked_out.append(told(op._fast_frameinfo.__wrapped__(frame), op._is_framework_stack_frame.__wrapped__(frame)))
+    return {"remembered": remembered, "worked out": worked_out}

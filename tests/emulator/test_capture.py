@@ -81,3 +81,9 @@ def test_a_tensor_whose_start_was_moved_below_zero():
     t = decode(struct.pack("<16I", *words))
     b = box(t, [64, extent + 3])
     assert b.addresses.min() == start + 3 * stride + 128 and (b.valid == 16).all()
+
+
+def test_remembered_places_are_the_places(sm100):
+    """The DSL's own answer and the remembered one, at several places of a line and of a loop."""
+    remembered, worked_out = sm100.call(PROBES + "places").values()
+    assert remembered == worked_out and len(remembered) == 8 and len({(x[1], x[2]) for x in remembered}) == 4
