@@ -41,7 +41,8 @@ class ForwardSpec:
         group: query heads per key/value head.
         causal: mask aligned at the ends.
         centred: P is centred before it is rounded; needs the sums of V.
-        mean: a mean of V is added to the output, and the centred output is stored beside it.
+        mean: a mean of V is added to the output.
+        keep: the output without that mean is stored beside it, for the backward.
         shared: one set of queries for every sequence.
         key_scale, value_scale: keys under one exponent: 0 (static), 128 or 32.
         query_static: one exponent for all queries.
@@ -57,6 +58,7 @@ class ForwardSpec:
     causal: bool = False
     centred: bool = True
     mean: bool = True
+    keep: bool = True
     shared: bool = True
     key_scale: int = 0
     value_scale: int = 0
@@ -64,7 +66,7 @@ class ForwardSpec:
     split_keys: int = 0
     p_scale_log2: int = 7
     threshold: float = 1.75
-    stages: int = 2
+    stages: int = 3
     lag: int = 4
     registers: tuple[int, int] = (240, 24)
 
@@ -95,6 +97,11 @@ class ForwardSpec:
     def resumes(self) -> bool:
         """Whether a later split first looks at tile 0: all splits must share the centre, the mean of its scores."""
         return self.split_keys > 0 and self.centred
+
+    @property
+    def outputs(self) -> int:
+        """BF16 results of an item."""
+        return 2 if self.mean and self.keep else 1
 
     @property
     def vectors(self) -> int:

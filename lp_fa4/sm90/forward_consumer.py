@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import exp2, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
-from lp_fa4.sm90.forward_epilogue import finish, finish_split
+from lp_fa4.sm90.forward_epilogue import finish, finish_split, row_numbers
 from lp_fa4.sm90.forward_producer import key_tiles
 from lp_fa4.sm90.forward_softmax import (
     RowState,
@@ -222,6 +222,11 @@ def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlas
         add_partial(spec, c.total, partial, factors)
     if const_expr(spec.folded):
         exponentiate_folded(spec, scores, c.codes, state, scale, exponents, after)
+    elif const_expr(not whole and not spec.causal):
+        if limits[2] - tile * KEY_TILE <= KEY_TILE // 2:
+            exponentiate(spec, scores, c.codes, state, scale, after, 4)
+        else:
+            exponentiate(spec, scores, c.codes, state, scale, after)
     else:
         exponentiate(spec, scores, c.codes, state, scale, after)
     if const_expr(looks):
@@ -304,6 +309,9 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         cute.arch.mbarrier_wait(bars.v_full + ki, kp)
         partial = cute.make_rmem_tensor(out_shape, Float32)
         issue(mma.pv, partial, c.p, c.v[None, None, None, ki])
+        numbers = None
+        if const_expr(spec.split_keys == 0):
+            numbers = row_numbers(spec, c.state, item)
         warpgroup.wait_group(0)
         release(bars.v_empty + ki)
         ki = ki + 1
@@ -315,7 +323,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         if const_expr(spec.split_keys > 0):
             finish_split(spec, t, total, c.state, item, row_in_tile, c.column)
         else:
-            finish(spec, t, s, mma, total, c.state, item, qi)
+            finish(spec, t, s, mma, total, numbers, item, qi)
         release(bars.q_empty + qi, True)
         qi = qi + 1
         if qi == 2:

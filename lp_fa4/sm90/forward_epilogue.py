@@ -69,38 +69,49 @@ def store_statistics(t, index, empty, maximum: Float32, exponent: Float32):
 
 @cute.jit
 def value_factor(spec: cutlass.Constexpr, state, item: cute.Tensor) -> Float32:
-    """Power of two that O lacks: V's exponent where that is static, or the last added tile's."""
+    """Power of two that O lacks: V's exponent where that is static, or the last tile's."""
     if const_expr(spec.value_scale == 0):
         return scale_of_byte(item[FIELDS + 2])
-    return exp2(state.exponents[0]) if const_expr(spec.value_scale == 128) else Float32(1.0)
+    return exp2(state.exponents[1]) if const_expr(spec.value_scale == 128) else Float32(1.0)
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: cute.Tensor, qi: Int32):
-    """Write out, centred out, lse, row maximum and row sum of this warpgroup's rows of the item in stage ``qi``."""
+def row_numbers(spec: cutlass.Constexpr, state, item: cute.Tensor):
+    """Of a thread's two rows, lists of FP32: factor of O, centre over sum, 1 where a key was seen, maximum, log2 of the sum relative to it.
+
+    Taken while the last P V runs.
+    """
+    factor = Float32(2.0**-spec.p_log2) * value_factor(spec, state, item)
+    scale, centers, seen, maxima, exponents = [], [], [], [], []
+    for r in cutlass.range_constexpr(2):
+        maximum, value = maximum_of(spec, state, r), sum_of(spec, state, r)
+        empty = value == 0.0
+        inverse = Float32(0.0) if empty else cute.arch.rcp_approx(value)
+        center = Float32(0.0)
+        if const_expr(spec.centred):
+            center = center_of(spec, state, r) if item[6] > 0 else Float32(0.0)
+        scale.append(factor * inverse)
+        centers.append(center * inverse)
+        seen.append(Float32(0.0) if empty else Float32(1.0))
+        maxima.append(maximum)
+        exponents.append(log2(value) + (state.reference[r] - maximum))
+    return scale, centers, seen, maxima, exponents
+
+
+@cute.jit
+def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, numbers, item: cute.Tensor, qi: Int32):
+    """Write out, centred out, lse, row maximum and row sum of this warpgroup's rows of the item in stage ``qi``.
+
+    ``numbers``: of ``row_numbers``.
+    """
     tid, _, _ = cute.arch.thread_idx()
     thread, lane = tid % 128, tid % 32
     wg = cute.arch.make_warp_uniform((tid - 128) // 128)
     b, head, row0, first_row = item[0], item[1], item[2], item[3]
-    queries, keys = item[4], item[6]
+    queries = item[4]
     tile_row = row0 + wg * 64
     first_out = b * queries if const_expr(spec.shared) else first_row
-    factor = Float32(2.0**-spec.p_log2) * value_factor(spec, state, item)
-    inverse, centers, seen = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
-    for r in cutlass.range_constexpr(2):
-        maximum = maximum_of(spec, state, r)
-        center = Float32(0.0)
-        if const_expr(spec.centred):
-            center = center_of(spec, state, r) if keys > 0 else Float32(0.0)
-        value = sum_of(spec, state, r)
-        empty = value == 0.0
-        inverse[r] = Float32(0.0) if empty else cute.arch.rcp_approx(value)
-        seen[r] = Float32(0.0) if empty else Float32(1.0)
-        centers[r] = center * inverse[r]
-        row = tile_row + thread // 32 * 16 + lane // 4 + 8 * r
-        if (lane % 4 == 0) & (row < queries):
-            exponent = log2(value) + (state.reference[r] - maximum)
-            store_statistics(t, (head, first_out + row), empty, maximum, exponent)
+    scale, centers, seen, maxima, exponents = numbers
     copy = mma.store.get_slice(thread)
     staged = copy.partition_D(s.o)
     if thread < 32:
@@ -108,38 +119,41 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, state, item: 
     cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)  # what was staged before has been read
     values = cute.make_rmem_tensor(mma.out.partition_shape_C((64, spec.head_dim)), BFloat16)
     column = 2 * (lane % 4)
-    scale = [factor * inverse[r] for r in range(2)]
-    for j in cutlass.range_constexpr(spec.head_dim // 8):
-        pair = cute.make_rmem_tensor(2, Float32)
-        if const_expr(spec.centred):
-            load_pair(s.vectors, 8 * j + column, 0, qi, pair)
-        for c in cutlass.range_constexpr(2):
-            for r in cutlass.range_constexpr(2):
-                i = c + 2 * r + 4 * j
-                total[i] = total[i] * scale[r]
-                if const_expr(spec.centred):
-                    total[i] = total[i] + centers[r] * pair[c]
-                values[i] = total[i].to(BFloat16)
-    cute.copy(copy, copy.retile(values), staged[None, None, None, wg])
-    if const_expr(spec.mean):
+    for output in cutlass.range_constexpr(spec.outputs):
+        last = const_expr(output == spec.outputs - 1)
         for j in cutlass.range_constexpr(spec.head_dim // 8):
-            pair = cute.make_rmem_tensor(2, Float32)
-            load_pair(s.vectors, 8 * j + column, spec.vectors - 1, qi, pair)
+            sums, means = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+            if const_expr(spec.centred and output == 0):
+                load_pair(s.vectors, 8 * j + column, 0, qi, sums)
+            if const_expr(spec.mean and last):
+                load_pair(s.vectors, 8 * j + column, spec.vectors - 1, qi, means)
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     i = c + 2 * r + 4 * j
-                    values[i] = (total[i] + pair[c] * seen[r]).to(BFloat16)
-        cute.copy(copy, copy.retile(values), staged[None, None, None, 2 + wg])
+                    if const_expr(output == 0):
+                        total[i] = total[i] * scale[r]
+                        if const_expr(spec.centred):
+                            total[i] = total[i] + centers[r] * sums[c]
+                    value = total[i]
+                    if const_expr(spec.mean and last):
+                        value = value + means[c] * seen[r]
+                    values[i] = value.to(BFloat16)
+        cute.copy(copy, copy.retile(values), staged[None, None, None, 2 * output + wg])
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)
     rows, out_row = queries - tile_row, first_out + tile_row
-    if const_expr(spec.mean):
+    if const_expr(spec.outputs == 2):
         store_tile(spec, t.centred, s.o[None, None, wg], head, out_row, rows)
         store_tile(spec, t.out, s.o[None, None, 2 + wg], head, out_row, rows)
     else:
         store_tile(spec, t.out, s.o[None, None, wg], head, out_row, rows)
     if thread < 32:
         cute.arch.cp_async_bulk_commit_group()
+    # behind the fence, which would wait for them
+    for r in cutlass.range_constexpr(2):
+        row = tile_row + thread // 32 * 16 + lane // 4 + 8 * r
+        if (lane % 4 == 0) & (row < queries):
+            store_statistics(t, (head, first_out + row), seen[r] == 0.0, maxima[r], exponents[r])
 
 
 @cute.jit

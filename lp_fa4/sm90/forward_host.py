@@ -47,7 +47,7 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         vectors if whole and spec.centred else None,
         vectors if whole and spec.mean else None,
         out if whole else None,
-        out if whole and spec.mean else None,
+        out if whole and spec.outputs == 2 else None,
         *([stats] * 3 if whole else [None] * 3),
         None if whole else fake("float32", (slots, heads, queries, d), compact=True),
         None if whole else fake("float32", (4, slots, heads, queries), align=4, compact=True),
@@ -126,7 +126,7 @@ def split_keys_of(problem: AttentionProblem) -> int:
     return SPLIT_KEYS if few and not problem.causal else 0
 
 
-def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpec:
+def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool) -> ForwardSpec:
     query, key, value = blocks
     return ForwardSpec(
         head_dim=problem.head_dim,
@@ -134,6 +134,7 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpe
         causal=problem.causal,
         centred=problem.centred,
         mean=problem.v_mean is not None,
+        keep=keep,
         shared=problem.shared_q,
         key_scale=key,
         value_scale=value,
@@ -145,12 +146,12 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int]) -> ForwardSpe
     )
 
 
-def _outputs(problem: AttentionProblem, filled: bool) -> ForwardResult:
+def _outputs(problem: AttentionProblem, filled: bool, keep: bool) -> ForwardResult:
     """Output tensors; ``filled`` with what rows without keys get, or uninitialised."""
     rows, heads, device = problem.rows, problem.heads, problem.device
     shape, stats = (rows, heads, problem.head_dim), (heads, rows)
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    centred = torch.empty_like(out) if problem.v_mean is not None else out
+    centred = torch.empty_like(out) if problem.v_mean is not None and keep else out
     lse, row_max, row_sum = (torch.empty(stats, dtype=torch.float32, device=device) for _ in range(3))
     if filled:
         for x in {out, centred}:
@@ -216,7 +217,7 @@ def _launch_forward(
         split_keys=spec.split_keys,
     )
     whole = spec.split_keys == 0
-    outputs = [result.out, result.centred_out if spec.mean else None, result.lse, result.row_max, result.row_sum]
+    outputs = [result.out, result.centred_out if spec.outputs == 2 else None, result.lse, result.row_max, result.row_sum]
     launch(
         _compile_forward(arch_of(device), spec),
         device,
@@ -235,19 +236,20 @@ def _launch_forward(
     )
 
 
-def forward(problem: AttentionProblem) -> ForwardResult:
+def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardResult:
     """Attention on a Hopper GPU; see ``ForwardResult`` for shapes and domains.
 
     Args:
         problem: validated operands; dtypes and layouts as in ``AttentionProblem``. Where ``v`` is an ``MXTensorWithCopy``
             its copy is used, otherwise one is made.
+        keep_centred: whether ``centred_out`` is wanted, as the backward wants it; otherwise it is ``out``.
 
     No value on the device is read by the host; everything runs on the current stream of the problem's device.
     Raises: ``ValueError`` for what these kernels do not serve.
     """
     _check(problem)
     if problem.rows == 0 or problem.heads == 0 or problem.tokens == 0 or problem.q.shape[0] == 0 or problem.batch == 0:
-        return _outputs(problem, filled=True)
+        return _outputs(problem, filled=True, keep=keep_centred)
     from lp_fa4.sm90.transpose import transposed_copy
 
     device, batch = problem.device, problem.batch
@@ -261,8 +263,8 @@ def forward(problem: AttentionProblem) -> ForwardResult:
     vt = problem.v.transposed if isinstance(problem.v, MXTensorWithCopy) else None
     if vt is None or problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
         vt = transposed_copy(v, offsets_k, "accumulator")
-    spec = _spec(problem, (q_block, k_block, v_block))
-    result = _outputs(problem, filled=False)
+    spec = _spec(problem, (q_block, k_block, v_block), keep_centred)
+    result = _outputs(problem, filled=False, keep=keep_centred)
     if problem.queries is None:
         assert offsets_q is not None
         _fill_tail(result, offsets_q)

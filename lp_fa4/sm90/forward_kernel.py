@@ -83,7 +83,7 @@ class Forward:
         l_q = shared_layout(E4M3, (QUERY_TILE, d, 2), d)
         l_k = shared_layout(E4M3, (KEY_TILE, d, spec.stages), d)
         l_v = shared_layout(E4M3, (d, KEY_TILE, spec.stages), KEY_TILE)
-        l_o = shared_layout(BFloat16, (64, d, 4 if spec.mean else 2), d)
+        l_o = shared_layout(BFloat16, (64, d, 2 * spec.outputs), d)
         load = cpasync.CopyBulkTensorTileG2SOp()
         q_atom, t_q = cpasync.make_tiled_tma_atom(load, g_q, first_stage(l_q), (QUERY_TILE, d))
         k_atom, t_k = cpasync.make_tiled_tma_atom(load, g_k, first_stage(l_k), (KEY_TILE, d))
@@ -96,7 +96,7 @@ class Forward:
 
         whole = const_expr(spec.split_keys == 0)
         o_atom, t_o = result(out) if whole else (q_atom, t_q)
-        c_atom, t_c = result(centred) if const_expr(whole and spec.mean) else (o_atom, t_o)
+        c_atom, t_c = result(centred) if const_expr(whole and spec.outputs == 2) else (o_atom, t_o)
         mma_qk, mma_pv = tiled_mma(KEY_TILE, 2, False), tiled_mma(d, 2, True)
         mma_out = tiled_mma(d, 1, True)
         self.kernel(

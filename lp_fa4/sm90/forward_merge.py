@@ -145,8 +145,9 @@ class Merge:
             if const_expr(spec.centred):
                 o = o + center * v_sum[b, head // spec.group, tid]
             o = o * inverse
-            if const_expr(spec.mean):
+            if const_expr(spec.outputs == 2):
                 centred[out_row, head, tid] = o.to(BFloat16)
+            if const_expr(spec.mean):
                 o = o + (Float32(0.0) if empty else v_mean[b, head // spec.group, tid])
             out[out_row, head, tid] = o.to(BFloat16)
         if tid == 0:
@@ -170,7 +171,7 @@ def _compile_merge(arch: str, offsets_dtype: str, spec: ForwardSpec):
         vectors if spec.centred else None,
         vectors if spec.mean else None,
         out,
-        out if spec.mean else None,
+        out if spec.outputs == 2 else None,
         row_stats,
         row_stats,
         row_stats,
@@ -196,7 +197,7 @@ def merge(
         v_sum,
         v_mean,
         result.out,
-        result.centred_out if spec.mean else None,
+        result.centred_out if spec.outputs == 2 else None,
         result.lse,
         result.row_max,
         result.row_sum,

@@ -159,14 +159,15 @@ def move_reference(spec: cutlass.Constexpr, scores, state, scale, exponents, r: 
 
 
 @cute.jit
-def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after):
+def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after, runs: cutlass.Constexpr = 8):
     """Scores to P (times ``2**p_log2``), P minus the centre to codes; ``tile_sum`` and ``tile_peak`` of P. Scores stay.
 
     ``after``: None, or (an FP32 to wait for, a run-time zero): left alone, ptxas may pull the exponentials above the wait for P V, and
     with them the moment when the other warpgroup gets its turn; or all of them in front of what uses them. So a group of four starts
     behind the codes of the group ``lag`` before it.
 
-    Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order).
+    Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order). ``runs``: of 16 keys that hold
+    keys of the sequence; the others' codes are 0, and meet zeros of V.
     """
     groups = len(scale)
     offsets = [spec.p_log2 - state.reference[r] for r in range(2)]
@@ -174,7 +175,7 @@ def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after):
         offsets = [order_after(x, *after) for x in offsets]
     sums = [[Float32(0.0), Float32(0.0)] for _ in range(2)]
     peaks, made = [Int32(0), Int32(0)], []
-    for q in cutlass.range_constexpr(8):
+    for q in cutlass.range_constexpr(runs):
         for r in cutlass.range_constexpr(2):
             a = 2 * r + 8 * q
             if const_expr(after is not None and spec.lag > 0 and len(made) >= spec.lag):
@@ -186,6 +187,8 @@ def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after):
                 peaks[r] = max3(peaks[r], bits_of(p[2 * i]), bits_of(p[2 * i + 1]))
             made.append(e4m3x4(*[x - state.center[r] if const_expr(spec.centred) else x for x in p]))
             codes[r + 2 * q] = made[-1]
+    for i in cutlass.range_constexpr(2 * runs, 16):
+        codes[i] = Int32(0)
     for r in cutlass.range_constexpr(2):
         state.tile_sum[r], state.tile_peak[r] = sums[r][0] + sums[r][1], peaks[r]
 

@@ -254,6 +254,16 @@ def test_empty_batches():
         assert bool((result.out == 0).all()) and bool(torch.isneginf(result.lse).all())
 
 
+@pytest.mark.parametrize("queries", [128, 3])
+def test_one_output(queries):
+    """Without the centred output the output has the same bits."""
+    problem = Case((300, 0, 129, 64), queries=queries).make()
+    both, one = run(problem), run(problem, keep_centred=False)
+    assert one.centred_out is one.out
+    for name in ("out", "lse", "row_max", "row_sum"):
+        assert torch.equal(getattr(one, name), getattr(both, name)), name
+
+
 def test_side_stream_and_graph():
     """The current stream is read at every launch, and a captured graph replays with other data and lengths."""
     problem = CASES["module"].make(13)
