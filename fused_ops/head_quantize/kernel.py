@@ -15,6 +15,8 @@ from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, symbol
 
 THREADS = 1024
 WARPS = THREADS // 32
+AHEAD = 8
+"""Pieces of four elements that a thread asks for at once; past the end, the last one again (the same code to the same place)."""
 
 
 class HeadQuantize:
@@ -33,10 +35,11 @@ class HeadQuantize:
         head, _, _ = cute.arch.block_idx()
         maxima = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
         count, top = Int32(x.shape[0]) * self.quads, Int32(0)
-        for at in cutlass.range(tid, count, THREADS, unroll=8):
-            values = self.four(x, at, head)
-            for i in cutlass.range_constexpr(4):
-                top = magnitude_max(top, values[i])
+        for base in cutlass.range(tid, count, AHEAD * THREADS, unroll=1):
+            pieces = [self.four(x, cutlass.min(base + i * THREADS, count - 1), head) for i in range(AHEAD)]
+            for values in pieces:
+                for i in cutlass.range_constexpr(4):
+                    top = magnitude_max(top, values[i])
         top = warp_max(top)
         if tid % 32 == 0:
             maxima[tid // 32] = top
@@ -45,23 +48,22 @@ class HeadQuantize:
         if tid == 0:
             scale[head] = Uint8(byte)
         inverse = inverse_of_byte(byte)
-        for at in cutlass.range(tid, count, THREADS, unroll=8):
-            values = self.four(x, at, head)
-            word = cute.make_rmem_tensor(1, Uint32)
-            word[0] = Uint32(e4m3x4(*[nan_unless_finite(values[i] * inverse) for i in range(4)]))
-            target = self.address(codes, at, head, 4)
-            cute.autovec_copy(
-                word, cute.make_tensor(cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(1))
-            )
+        for base in cutlass.range(tid, count, AHEAD * THREADS, unroll=1):
+            places = [cutlass.min(base + i * THREADS, count - 1) for i in range(AHEAD)]
+            for at, values in zip(places, [self.four(x, at, head) for at in places], strict=True):
+                word = cute.make_rmem_tensor(1, Uint32)
+                word[0] = Uint32(e4m3x4(*[nan_unless_finite(values[i] * inverse) for i in range(4)]))
+                pointer = cute.make_ptr(Uint32, self.address(codes, at, head), cute.AddressSpace.gmem, assumed_align=4)
+                cute.autovec_copy(word, cute.make_tensor(pointer, cute.make_layout(1)))
 
     def four(self, x: cute.Tensor, at: Int32, head: Int32) -> cute.Tensor:
         """Elements ``4 * at`` … of the head's rows laid end to end."""
         values = cute.make_rmem_tensor(4, Float32)
-        source = cute.make_ptr(Float32, self.address(x, at, head, 16), cute.AddressSpace.gmem, assumed_align=16)
+        source = cute.make_ptr(Float32, self.address(x, at, head), cute.AddressSpace.gmem, assumed_align=16)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), values)
         return values
 
-    def address(self, x: cute.Tensor, at: Int32, head: Int32, align: int):
+    def address(self, x: cute.Tensor, at: Int32, head: Int32):
         """Byte address of these four elements."""
         return (x.iterator + cute.crd2idx((Int64(at // self.quads), head, 4 * (at % self.quads)), x.layout)).toint()
 
