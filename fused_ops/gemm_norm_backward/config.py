@@ -23,6 +23,9 @@ CODE_TILES = {1: 192, 2: 192, 3: 192, 4: 128}
 """Where both operands of the weight gradient are codes: warpgroups of a CTA to the most columns that their registers hold."""
 CODE_BYTES = 220 * 1024
 """Shared memory of that kernel's stages and tables."""
+ROLES_BYTES, ROLES_SLAB = 227 * 1024, 144 * 1024
+"""Shared memory of the input gradient's kernel with roles, and of its part of the weight."""
+MAX_DK_STAGES = 6
 SINGLE = "mx", "bfloat16"
 
 
@@ -61,9 +64,15 @@ class InputSpec:
     warp_mma: bool = False
 
     @property
+    def roles(self) -> bool:
+        """Whether the gradients are codes and of sizes that the kernel with roles serves (``input_gradient_codes``)."""
+        codes = self.dk.mx and (self.dv is None or self.dv.mx)
+        return codes and not self.warp_mma and self.rows % 128 == 0 and roles_cluster_of(self.rows, self.columns) > 0
+
+    @property
     def cluster(self) -> int:
         """CTAs that share the columns of a row."""
-        return cluster_of(self.rows, self.columns, self.warp_mma)
+        return roles_cluster_of(self.rows, self.columns) if self.roles else cluster_of(self.rows, self.columns, self.warp_mma)
 
     @property
     def slab(self) -> int:
@@ -72,8 +81,32 @@ class InputSpec:
 
     @property
     def groups(self) -> int:
-        """Warpgroups of a CTA: three of 168 registers, or two where operands in BF16 need more of them."""
-        return 2
+        """Computing warpgroups of a CTA: with roles three where their accumulators fit 160 registers, else two."""
+        return 3 if self.roles and self.slab <= 128 else 2
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """With roles: registers of a computing thread, and of one of the first warpgroup."""
+        return {2: (232, 40), 3: (160, 32)}[self.groups]
+
+    @property
+    def table_words(self) -> int:
+        """With roles: words of a tile's table: three a row, a half for every 32 columns of dk and of this CTA's of dv."""
+        return TILE * (3 + self.rows // 64 + self.slab // 64)
+
+    @property
+    def x_stages(self) -> int:
+        """With roles: stages of ``x`` and dv, 64 columns each."""
+        return 4
+
+    @property
+    def dk_stages(self) -> int:
+        """With roles: stages of dk, 128 columns each, in what shared memory is left."""
+        words = 2 * self.groups * self.cluster * TILE + (self.groups + 1) * self.slab + self.groups * self.table_words
+        barriers = 6 * self.groups + (self.groups + 1) * (MAX_DK_STAGES + self.x_stages)
+        front = -(-(4 * words + 8 * barriers + 16) // 1024) * 1024
+        rest = ROLES_BYTES - front - 2 * self.rows * self.slab - self.x_stages * TILE * 192
+        return min(MAX_DK_STAGES, rest // (128 * TILE))
 
     @property
     def lookup(self) -> bool:
@@ -158,6 +191,15 @@ def cluster_of(rows: int, columns: int, warp_mma: bool = False) -> int:
     for n in (1, 2, 4, 8):
         slab = columns // n
         if columns % (32 * n) == 0 and slab <= (WARP_MMA_COLUMNS if warp_mma else MAX_SLAB) and rows * slab * 2 <= SHARED_BYTES:
+            return n
+    return 0
+
+
+def roles_cluster_of(rows: int, columns: int) -> int:
+    """The same for the kernel with roles, whose slabs are whole boxes of 64 columns; 0 if none does."""
+    for n in (1, 2, 4, 8):
+        slab = columns // n
+        if columns % (64 * n) == 0 and slab <= MAX_SLAB and rows <= 1024 and rows * slab * 2 <= ROLES_SLAB:
             return n
     return 0
 

@@ -1,4 +1,6 @@
-"""``dx`` and ``dnorm_weight`` on Hopper in one pass over the tokens: GEMM, dequantize-and-add, norm backward, nothing in between stored.
+"""``dx`` and ``dnorm_weight`` in one pass over the tokens: GEMM, dequantize-and-add, norm backward, nothing in between stored.
+
+On Hopper, gradients in codes have a kernel with roles of its own (``input_gradient_codes``) where their sizes allow it.
 
     dxn  = dk @ w_k + dv + dv_mean_b                     FP32, in the accumulators
     dx   = rstd * (g * dxn - xhat * mean_c(g * dxn * xhat))
@@ -64,6 +66,7 @@ class InputGradient:
         self.runs = spec.slab // 32
         self.half = spec.dtype == "float16"
         self.element = Float16 if spec.dk.mx else BFloat16
+        self.threads = 128 * spec.groups
 
     @cute.jit
     def __call__(
@@ -105,6 +108,10 @@ class InputGradient:
             return cute.make_layout(spec.slab * spec.rows)
         atom = hop.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element, spec.rows)
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, self.element), (spec.slab, spec.rows), order=(0, 1))
+
+    def weight_place(self, k):
+        """k = 64 b + 16 t + 4 s + 2 h + i of a thread's codes lies at 64 b + 16 s + 8 h + 2 t + i of the contraction."""
+        return k // 64 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 16 % 4 * 2
 
     def storage(self, layout):
         """Shared memory of a CTA. ``sums``: what the cluster's CTAs send, by warpgroup, slot and sender; a slot is full, then empty.
@@ -222,7 +229,7 @@ class InputGradient:
         tid, _, _ = cute.arch.thread_idx()
         eighths = spec.slab // 8
         largest = Int32(0)
-        for i in cutlass.range(tid, spec.rows * eighths, 128 * spec.groups):
+        for i in cutlass.range(tid, spec.rows * eighths, self.threads):
             words = cute.make_rmem_tensor(4, Uint32)
             load_words(address_of(w, i // eighths, column0 + 8 * (i % eighths)), words)
             for n in cutlass.range_constexpr(4):
@@ -245,14 +252,12 @@ class InputGradient:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         eighths = spec.slab // 8
-        for i in cutlass.range(tid, spec.rows // 2 * eighths, 128 * spec.groups):
+        for i in cutlass.range(tid, spec.rows // 2 * eighths, self.threads):
             k, chunk = i // eighths * 2, i % eighths
             words = cute.make_rmem_tensor((4, 2), Uint32)
             for n in cutlass.range_constexpr(2):
                 load_words(address_of(w, k + n, column0 + 8 * chunk), words[None, n])
-            # k = 64 b + 16 t + 4 s + 2 h + i of a thread's codes lies at 64 b + 16 s + 8 h + 2 t + i of the contraction,
-            # column 32 q + 8 t + 2 j + i of its runs at 32 q + 8 j + 2 t + i
-            place = k // 64 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 16 % 4 * 2
+            place = self.weight_place(k)  # and column 32 q + 8 t + 2 j + i of a thread's runs lies at 32 q + 8 j + 2 t + i
             for e in cutlass.range_constexpr(8):
                 pair = [pair_to_float(words[e // 2, n], False)[e % 2] for n in range(2)]
                 if const_expr(spec.dk.mx):
@@ -267,7 +272,7 @@ class InputGradient:
                     at = (place // 64 * spec.slab + column) * 128 + ((place // 8 % 8) ^ (column % 8)) * 16 + place % 8 * 2
                 pointer = cute.make_ptr(Int32, slab + at, cute.AddressSpace.smem, assumed_align=4)
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = word
-        for i in cutlass.range(tid, spec.slab, 128 * spec.groups):
+        for i in cutlass.range(tid, spec.slab, self.threads):
             gains[i] = gain[column0 + i]
 
     @cute.jit

@@ -4,6 +4,8 @@ Against the reference, what differs is the order of FP32 sums (inside the MMA, o
 the two GEMMs is exact, since codes under their exponents and the weight are BF16 numbers.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,21 @@ def spread(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(0) >= matrix.shape[1] or matrix.shape[0] == 1 else matrix.contiguous()
 
 
+@functools.cache
+def _resident(index: int, size: int) -> int:
+    from cutlass.utils import HardwareInfo
+
+    with torch.cuda.device(index):
+        torch.cuda.mem_get_info()  # the driver's calls want a context, which this thread may not have had a reason to make
+        return HardwareInfo(index).get_max_active_clusters(size)
+
+
 def clusters_of(device: torch.device, size: int) -> int:
-    """Clusters that are certainly resident together: two CTAs fit anywhere, larger clusters need a whole number of 16 multiprocessors."""
-    count = multiprocessors(device)
-    return max(1, count // size if size <= 2 else count // 16 * (16 // size))
+    """Clusters that are resident together: two CTAs fit anywhere; of larger ones the driver knows how many fit (30 of 4 on 132
+    multiprocessors, because not all groups of them have 16 or 18), and one more would run alone after all others."""
+    if size <= 2 or device.type != "cuda":
+        return max(1, multiprocessors(device) // size)
+    return _resident(device.index if device.index is not None else torch.cuda.current_device(), size)
 
 
 def input_gradient(
@@ -48,6 +61,7 @@ def input_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """``(dx, dnorm_weight)``, None where not needed. T >= 1, B >= 1."""
     from fused_ops.gemm_norm_backward.input_gradient import compile_input_gradient
+    from fused_ops.gemm_norm_backward.input_gradient_codes import compile_input_gradient_of_codes
 
     device, (rows, columns) = x.device, w_k.shape
     (dk_kind, dk, dk_scale), (dv_kind, dv, dv_scale) = operand(dk), operand(dv)
@@ -68,8 +82,9 @@ def input_gradient(
     clusters = min(clusters_of(device, spec.cluster), -(-tiles // spec.groups))
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if need_x else None
     parts = torch.empty(clusters * spec.groups * 4, columns, dtype=torch.float32, device=device) if need_norm else None
+    compile_it = compile_input_gradient_of_codes if spec.roles else compile_input_gradient
     launch(
-        compile_input_gradient(arch_of(device), None if offsets is None else dtype_name(offsets), spec),
+        compile_it(arch_of(device), None if offsets is None else dtype_name(offsets), spec),
         device,
         dk,
         dk_scale,
@@ -77,7 +92,7 @@ def input_gradient(
         dv_scale,
         None if dv_mean is None else dv_mean.to(torch.float32).contiguous(),
         to_float(w_k).to(torch.bfloat16).contiguous() if isinstance(w_k, MXTensor) else w_k.contiguous(),
-        aligned(x),
+        spread(aligned(x)),
         norm_weight.to(torch.float32).contiguous(),
         rstd.contiguous(),
         offsets,

@@ -9,7 +9,7 @@ product.
 A CTA owns a tile of the result and a run of tokens:
 
 * warp 0 asks for the codes of a step (64 tokens) by TMA, several steps ahead;
-* warp 1 writes the table of dk's exponents, with those of the next step on their way;
+* warps 0 and 1 write the table of dk's exponents, half of the blocks each, with those of the next two steps on their way;
 * warps 2 and 3 turn xn's codes into FP16 in shared memory, the B operand;
 * each of the other warpgroups owns 64 columns of dk. Its A operand goes from shared memory to registers by the transposing ``ldmatrix``,
   which moves units of 16 bits: two columns of dk. A byte permutation parts them, so the rows of a warp's accumulators are even columns,
@@ -31,9 +31,9 @@ from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
     codes_to_f16,
+    float_to_pair,
     load_byte,
     pinned64,
-    relative_factor,
     scale_address,
     search,
     search_alone,
@@ -41,7 +41,7 @@ from fused_ops.gemm_norm_backward.rows import (
     transposed_fragments,
 )
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import inline_ptx, prmt, scale_of_byte
+from lp_fa4.common.numbers import float_of, inline_ptx, prmt, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 HEAD = 6
@@ -54,8 +54,8 @@ CONVERTERS = 2
 """Warps that make the B operand."""
 BATCH = 4
 """Pieces that a converting thread loads before it converts them."""
-SCAN, SCANNERS = 1, 96
-"""Named barrier of warps 1 to 3, which find a segment's exponents; their threads."""
+SCAN, SCANNERS = 1, 128
+"""Named barrier of the first warpgroup, which finds a segment's exponents; its threads."""
 
 
 def part_codes(word):
@@ -91,6 +91,7 @@ class WeightGradientOfCodes:
         self.left, self.right = spec.tile_rows // 64, spec.tile_columns // 64  # boxes of a step
         self.boxes = self.left + self.right
         self.threads = 128 * (spec.groups + 1)
+        self.ahead = spec.code_stages - STAGES  # a table is written up to STAGES steps before its use
         self.rows_of_blocks, self.columns_of_blocks = spec.tile_rows // 32, spec.tile_columns // 32
 
     @cute.jit
@@ -176,7 +177,7 @@ class WeightGradientOfCodes:
                     cute.arch.mbarrier_init(bars.full + i, 1)
                     cute.arch.mbarrier_init(bars.empty + i, CONVERTERS + 4 * spec.groups)
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(bars.table + i, 1)
+                    cute.arch.mbarrier_init(bars.table + i, 2)
                     cute.arch.mbarrier_init(bars.made + i, CONVERTERS)
                     cute.arch.mbarrier_init(bars.used + i, 4 * spec.groups)
             cute.arch.mbarrier_init_fence()
@@ -219,27 +220,27 @@ class WeightGradientOfCodes:
     # --- the first warpgroup ----------------------------------------------------------------------------------------------
     @cute.jit
     def prepare(self, t, s, bars, boxes: cute.Tensor, dk, xn):
-        """Warp 0 walks the run, the others its segments, whose exponents they find first."""
+        """All walk the run's segments, whose exponents they find first; warp 0 asks for what lies ahead beside its half of the tables."""
         spec = self.spec
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            ring = cute.make_rmem_tensor(2, Int32)  # the stage that is filled next, and its phase
-            ring[0], ring[1] = Int32(0), Int32(1)
-            for step in cutlass.range(t.first, t.last, unroll=1):
+        place = cute.make_rmem_tensor(3, Int32)  # the sequence of a step's first row, where it begins and where it ends
+        place.fill(0)
+        ring = cute.make_rmem_tensor(4, Int32)  # stage of codes and its phase; stage of operands and its phase
+        ring.fill(0)
+        if warp == 0:  # of codes: the stage that is filled next
+            ring[1] = Int32(1)
+            for step in cutlass.range(t.first, cutlass.min(t.first + self.ahead, t.last), unroll=1):
                 self.ask(bars, boxes, dk, xn, t, step, ring)
-        else:
-            place = cute.make_rmem_tensor(3, Int32)  # the sequence of a step's first row, where it begins and where it ends
-            place.fill(0)
-            ring = cute.make_rmem_tensor(4, Int32)  # stage of codes and its phase; stage of operands and its phase
-            ring.fill(0)
-            for segment in cutlass.range(t.segments, unroll=1):
-                begin = t.first + segment * (spec.run // TILE)
-                end = cutlass.min(begin + spec.run // TILE, t.last)
-                self.scan(t, s, begin, end, segment % 2)
-                if warp == 1:
-                    self.tabulate(t, s, bars, begin, end, segment % 2, place, ring)
-                else:
-                    self.convert(t, s, bars, begin, end, ring)
+        for segment in cutlass.range(t.segments, unroll=1):
+            begin = t.first + segment * (spec.run // TILE)
+            end = cutlass.min(begin + spec.run // TILE, t.last)
+            self.scan(t, s, begin, end, segment % 2)
+            if warp == 0:
+                self.tabulate(t, s, bars, begin, end, segment % 2, place, ring, 0, (boxes, dk, xn))
+            elif warp == 1:
+                self.tabulate(t, s, bars, begin, end, segment % 2, place, ring, 1, None)
+            else:
+                self.convert(t, s, bars, begin, end, ring)
 
     @cute.jit
     def ask(self, bars, boxes: cute.Tensor, dk, xn, t, step: Int32, ring: cute.Tensor):
@@ -266,7 +267,7 @@ class WeightGradientOfCodes:
             if place[0] < high:
                 b = search_alone(t.offsets, place[0], high, token)
                 begin = Int32(t.offsets[b])
-            row = begin // GROUP + b + (token - begin) // GROUP
+            row = (begin >> 5) + b + ((token - begin) >> 5)  # a group has 2^5 tokens; a division rounds the other way and costs more
         return row
 
     @cute.jit
@@ -301,7 +302,7 @@ class WeightGradientOfCodes:
             high = self.scale_row(t, near, after, last)
         blocks = self.rows_of_blocks + self.columns_of_blocks
         tops = s.tops
-        index = tid - 32
+        index = tid
         if index < blocks:
             tops[index, parity] = Int32(0)
         cute.arch.barrier(barrier_id=SCAN, number_of_threads=SCANNERS)
@@ -324,64 +325,80 @@ class WeightGradientOfCodes:
                     cute.arch.atomic_max(s.top_pointer + (at + n + parity * blocks), found[n])
         cute.arch.barrier(barrier_id=SCAN, number_of_threads=SCANNERS)
 
-    @cute.jit
-    def load_bytes(self, t, place: cute.Tensor, step: Int32, bytes_: cute.Tensor, xn_bytes: cute.Tensor):
-        """Exponents of a lane's two tokens of a step."""
+    def blocks_of(self, half: int) -> list:
+        """Blocks of either operand whose exponents a warp writes: operand, 0 (dk) or 1 (xn), the tile's blocks, the warp's."""
         spec = self.spec
+        sides = [(spec.dk, 0, self.rows_of_blocks), (spec.xn, 1, self.columns_of_blocks)]
+        return [(kind, side, count, range(half * count // 2, (half + 1) * count // 2)) for kind, side, count in sides if not kind.static]
+
+    @cute.jit
+    def load_bytes(self, t, place: cute.Tensor, step: Int32, bytes_, half: cutlass.Constexpr):
+        """Exponents of a lane's two tokens of a step, which lie side by side."""
         token0 = step * TILE
         high = self.locate(t, place, token0, Int32(TILE))
         for i in cutlass.range_constexpr(2):
-            token = token0 + 32 * i + cute.arch.lane_idx()
+            token = token0 + 2 * cute.arch.lane_idx() + i
             if token < t.total:
                 row = self.scale_row(t, place, high, token)
-                for kind, scale, column, count, out in (
-                    (spec.dk, t.dk_scale, t.row0, self.rows_of_blocks, bytes_),
-                    (spec.xn, t.xn_scale, t.column0, self.columns_of_blocks, xn_bytes),
-                ):
-                    if const_expr(not kind.static):
-                        address = scale_address(scale, row, False)
-                        for n in cutlass.range_constexpr(count):
-                            out[n, i] = load_byte(address + (column + 32 * n) // kind.width)
+                for kind, side, count, blocks in self.blocks_of(half):
+                    address = scale_address(t.dk_scale if side == 0 else t.xn_scale, row, False)
+                    column = t.row0 if side == 0 else t.column0
+                    even = 32 * count % kind.width == 0 or kind.width == 32  # then a tile begins with a block
+                    if const_expr(even):
+                        address = address + column // kind.width
+                    for k, n in enumerate(blocks):
+                        if const_expr(even):
+                            bytes_[side][k, i] = load_byte(address + 32 * n // kind.width)
+                        else:
+                            bytes_[side][k, i] = load_byte(address + (column + 32 * n) // kind.width)
 
     @cute.jit
-    def tabulate(self, t, s, bars, begin: Int32, end: Int32, parity: Int32, place: cute.Tensor, ring: cute.Tensor):
-        """Warp 1: tables of exponents."""
-        spec = self.spec
+    def tabulate(
+        self, t, s, bars, begin: Int32, end: Int32, parity: Int32, place: cute.Tensor, ring: cute.Tensor, half: cutlass.Constexpr, copies
+    ):  # fmt: skip
+        """Warps 0 and 1: tables of exponents, half of the blocks each. ``copies``: what warp 0 asks for ``ahead`` steps before."""
+        # of two steps in turn: what is loaded now is used two steps later, since a step is shorter than the way to memory
+        halves = self.rows_of_blocks // 2, self.columns_of_blocks // 2
+        bytes_ = [[cute.make_rmem_tensor((n, 2), Int32) for n in halves] for _ in range(2)]
+        for tensor in (*bytes_[0], *bytes_[1]):
+            tensor.fill(0)
+        for i in cutlass.range_constexpr(2):
+            if begin + i < end:
+                self.load_bytes(t, place, begin + i, bytes_[i], half)
+        for even in cutlass.range(begin, end, 2, unroll=1):
+            for i in cutlass.range_constexpr(2):
+                step = even + i
+                if step < end:
+                    self.write_table(t, s, bars, step, parity, bytes_[i], ring, half)
+                    if step + 2 < end:
+                        self.load_bytes(t, place, step + 2, bytes_[i], half)
+                    if const_expr(copies is not None):  # noqa: SIM102 - one is decided at compile time
+                        if step + self.ahead < t.last:
+                            self.ask(bars, *copies, t, step + self.ahead, ring)
+
+    @cute.jit
+    def write_table(self, t, s, bars, step: Int32, parity: Int32, bytes_, ring: cute.Tensor, half: cutlass.Constexpr):
+        """A warp's part of the tables of one step."""
         lane = cute.arch.lane_idx()
         tops = s.tops
-        top = cute.make_rmem_tensor(self.rows_of_blocks, Int32)
-        for n in cutlass.range_constexpr(self.rows_of_blocks):
-            top[n] = tops[n, parity]
-        # of this step and, on their way, of the next
-        bytes_ = [cute.make_rmem_tensor((self.rows_of_blocks, 2), Int32) for _ in range(2)]
-        xn_bytes = [cute.make_rmem_tensor((self.columns_of_blocks, 2), Int32) for _ in range(2)]
-        for tensor in (*bytes_, *xn_bytes):
-            tensor.fill(0)
-        if begin < end:
-            self.load_bytes(t, place, begin, bytes_[0], xn_bytes[0])
-        for step in cutlass.range(begin, end, unroll=1):
-            slot = ring[2]
-            if step + 1 < end:
-                self.load_bytes(t, place, step + 1, bytes_[1], xn_bytes[1])
-            cute.arch.mbarrier_wait(bars.used + slot, ring[3] ^ 1)
+        slot = ring[2]
+        cute.arch.mbarrier_wait(bars.used + slot, ring[3] ^ 1)
+        if (step + 1) * TILE > t.total:  # what was loaded for tokens of a step before, past the end, could be that of a NaN
             for i in cutlass.range_constexpr(2):
-                token = 32 * i + lane  # 16 k + 8 h + 2 q + c lies in word 2 k + h of q
-                inside = step * TILE + token < t.total
-                at = token % 8 // 2 * 32 + token // 8 * 4 + token % 2 * 2
-                if const_expr(not spec.dk.static):
-                    for n in cutlass.range_constexpr(self.rows_of_blocks):
-                        factor = relative_factor(bytes_[0][n, i], top[n], HEAD)
-                        store_half(s.factors + slot * (TILE * 2 * self.rows_of_blocks) + 128 * n + at, factor if inside else Int32(0))
-                if const_expr(not spec.xn.static):
-                    for n in cutlass.range_constexpr(self.columns_of_blocks):
-                        factor = relative_factor(xn_bytes[0][n, i], tops[self.rows_of_blocks + n, parity], HEAD)
-                        where = s.xn_factors + slot * (TILE * 2 * self.columns_of_blocks) + 2 * TILE * n + 2 * token
-                        store_half(where, factor if inside else Int32(0))
-            release(bars.table + slot)
-            advance(ring, 2, STAGES)
-            for here, there in ((bytes_[0], bytes_[1]), (xn_bytes[0], xn_bytes[1])):
-                for n in cutlass.range_constexpr(cute.size(here)):
-                    here[n] = there[n]
+                if step * TILE + 2 * lane + i >= t.total:
+                    for tensor in bytes_:
+                        for n in cutlass.range_constexpr(cute.size(tensor, mode=[0])):
+                            tensor[n, i] = Int32(0)
+        for _, side, count, blocks in self.blocks_of(half):
+            table = s.factors if side == 0 else s.xn_factors
+            table = table + slot * (TILE * 2 * count)
+            # of dk, 16 k + 8 h + 2 q + c lies in word 2 k + h of q
+            at = lane % 4 * 32 + lane // 4 * 4 if side == 0 else 4 * lane
+            for k, n in enumerate(blocks):
+                top = tops[n + side * self.rows_of_blocks, parity]
+                store_word(table + 2 * TILE * n + at, relative_factors(bytes_[side][k, 0], bytes_[side][k, 1], top))
+        release(bars.table + slot)
+        advance(ring, 2, STAGES)
 
     @cute.jit
     def convert(self, t, s, bars, begin: Int32, end: Int32, ring: cute.Tensor):
@@ -553,10 +570,19 @@ def store_words(address: Int32, words: cute.Tensor):
     cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(4)))
 
 
-def store_half(address, word):
-    """The low half of a word to shared memory."""
-    text = "{.reg .b16 l, h; mov.b32 {l, h}, $1; st.shared.b16 [$0], l;}"
-    inline_ptx(None, [Int32(address), Int32(word)], text, "r,r,~{memory}", side_effects=True)
+def store_word(address, word):
+    """A word to shared memory."""
+    inline_ptx(None, [Int32(address), Int32(word)], "st.shared.b32 [$0], $1;", "r,r,~{memory}", side_effects=True)
+
+
+@cute.jit
+def relative_factors(first: Int32, second: Int32, top: Int32):
+    """``2**(byte - top + HEAD)`` of two bytes as a pair of FP16; NaN for byte 255, 0 under 2^-25."""
+    out = []
+    for byte in (first, second):
+        bits = cutlass.max(byte - top + (HEAD + 127), 87) << 23
+        out.append(float_of(bits if byte < 255 else Int32(0x7FC00000)))
+    return float_to_pair(out[0], out[1], True)
 
 
 def load_half(address):

@@ -12,10 +12,22 @@ SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "1"))
 LENGTHS = [0, 1, 33, 0, 70, 0]
 CASES = {
     "two CTAs share the columns, several tiles, bad rows": dict(
-        lengths=[0, 1, 33, 0, 70, 200, 0], rows=64, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
+        lengths=[0, 1, 33, 0, 70, 0], rows=64, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
     ),
     "dnorm alone": dict(
         lengths=[0, 150], rows=64, columns=128, dv=None, mean=False, dk=[0, 64], dtype="float16", needs=[False, True, False]
+    ),
+    "roles: two CTAs, several tiles, bad rows": dict(
+        lengths=[0, 1, 33, 0, 70, 120, 0], rows=128, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
+    ),
+    "roles: four CTAs, three warpgroups, blocks of other sizes": dict(
+        lengths=[150, 1, 31, 190], rows=128, columns=512, capacity=3, dk=[32, 64], dv=[128, 128], needs=[True, True, False]
+    ),
+    "roles: no dv, FP16, static": dict(
+        lengths=[0, 150], rows=256, columns=128, dv=None, mean=False, dk=[0, 64], dtype="float16", needs=[False, True, False]
+    ),
+    "roles: dense, rows with gaps, every stage is filled again": dict(
+        lengths=None, tokens=577, rows=128, columns=64, strided=True, needs=[True, False, False]
     ),
     "everything": dict(lengths=LENGTHS, rows=64, columns=64, capacity=9, xn=[32, 32]),
     "dense, BF16 gradients, FP16 rows with gaps": dict(

@@ -1,0 +1,607 @@
+"""``dx`` and ``dnorm_weight`` on Hopper where the gradients are E4M3 codes: the pass of ``input_gradient``, by roles.
+
+Formulas, FP16 operands and exponents, and the cluster that shares the columns: ``input_gradient``. What differs is who does what. A cluster
+walks a run of tiles of 64 tokens; its computing warpgroups take them in turn, so that one's products run under another's norm, and
+everything they read is on its way long before:
+
+* warp 0 asks for codes of dk by TMA, 128 columns at a time, warp 1 for those of ``x`` and dv that belong to this CTA, 64 columns at a time:
+  two rings, both in the order in which they are used, so that most of shared memory beside the weight is always being filled;
+* warps 2 and 3 look up whose row it is and write a table of what belongs to it: ``rstd``, sequence, exponents;
+* a computing warpgroup multiplies from registers, keeps ``x`` in registers from its first use to its second, and stores ``dx`` from there.
+
+No two lanes that are served together meet in a bank: a thread's codes are 32 consecutive ones of dk (one exponent), its columns runs of 8,
+and its rows are those that the swizzle of TMA puts side by side (:func:`row_in_eight`; which row of a product is which token is free).
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float8E4M3FN as E4M3
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from fused_ops.gemm_norm_backward.config import TILE, InputSpec
+from fused_ops.gemm_norm_backward.input_gradient import (
+    HEAD,
+    InputGradient,
+    load_shared,
+    run_element,
+    store_words,
+    sum_rows,
+)
+from fused_ops.gemm_norm_backward.rows import (
+    GROUP,
+    address_of,
+    codes_to_f16,
+    float_to_pair,
+    fma,
+    load_byte,
+    pair_to_float,
+    relative_factor,
+    scale_address,
+    search,
+    search_alone,
+    shared_words,
+)
+from fused_ops.gemm_norm_backward.weight_gradient_codes import load_half, release
+from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, float_of, prmt, quad_sum, scale_of_byte
+from lp_fa4.compile import build, fake, kernel_cache, symbol
+
+CODES = 128
+"""Columns of dk of a stage."""
+CODE_BOX, X_BOX, DV_BOX = TILE * CODES, TILE * 128, TILE * 64
+"""Bytes of a stage of dk's codes, and of one of 64 columns of ``x`` and of dv."""
+
+
+class InputGradientOfCodes(InputGradient):
+    """See the module's docstring; launch arguments: :func:`compile_input_gradient_of_codes`."""
+
+    def __init__(self, spec: InputSpec):
+        super().__init__(spec)
+        self.threads = 128 * (spec.groups + 1)
+        self.chunks, self.subs = spec.rows // CODES, spec.slab // 64
+
+    @cute.jit
+    def __call__(
+        self,
+        dk: cute.Tensor,
+        dk_scale: cute.Tensor,
+        dv: cute.Tensor,
+        dv_scale: cute.Tensor,
+        mean: cute.Tensor,
+        w: cute.Tensor,
+        x: cute.Tensor,
+        gain: cute.Tensor,
+        rstd: cute.Tensor,
+        offsets: cute.Tensor,
+        dx: cute.Tensor,
+        parts: cute.Tensor,
+        clusters: Int32,
+        stream,
+    ):
+        spec = self.spec
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        codes, rows, extra = self.layouts()
+
+        def boxes_of(matrix, dtype, layout, width):
+            tensor = cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=dtype), matrix.layout)
+            return cpasync.make_tiled_tma_atom(load, tensor, cute.select(layout, mode=[0, 1]), (TILE, width))
+
+        dk_copy = boxes_of(dk, E4M3, codes, CODES)
+        x_copy = boxes_of(x, self.x_type(), rows, 64)
+        dv_copy = (None, None) if const_expr(spec.dv is None) else boxes_of(dv, E4M3, extra, 64)
+        self.kernel_of_codes(
+            self.products(), *dk_copy, *x_copy, *dv_copy, dk_scale, dv_scale, mean, w, gain, rstd, offsets, dx, parts, Int32(x.shape[0])
+        ).launch(
+            grid=[clusters * spec.cluster, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[spec.cluster, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def x_type(self):
+        """Element type of ``x``."""
+        return Float16 if self.half else BFloat16
+
+    def layouts(self):
+        """Layouts in shared memory of the rings: dk's codes, ``x``, dv; rows of 128, 128 and 64 bytes, swizzled."""
+        spec = self.spec
+        made = []
+        for dtype, width, stages in ((E4M3, CODES, spec.dk_stages), (self.x_type(), 64, spec.x_stages), (E4M3, 64, spec.x_stages)):
+            atom = warpgroup.make_smem_layout_atom(hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, width), dtype)
+            made.append(cute.tile_to_shape(atom, (TILE, width, stages), order=(0, 1, 2)))
+        return made
+
+    def weight_place(self, k):
+        """k = 128 b + 32 t + 16 h + 4 s + 2 u + i of a thread's codes lies at 128 b + 64 h + 16 s + 8 u + 2 t + i of the contraction."""
+        return k // 128 * 128 + k // 16 % 2 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 32 % 4 * 2
+
+    @cute.kernel
+    def kernel_of_codes(
+        self,
+        mma: cute.TiledMma,
+        dk_atom: cute.CopyAtom,
+        t_dk: cute.Tensor,
+        x_atom: cute.CopyAtom,
+        t_x: cute.Tensor,
+        dv_atom,
+        t_dv,
+        dk_scale: cute.Tensor,
+        dv_scale: cute.Tensor,
+        mean: cute.Tensor,
+        w: cute.Tensor,
+        gain: cute.Tensor,
+        rstd: cute.Tensor,
+        offsets: cute.Tensor,
+        dx: cute.Tensor,
+        parts: cute.Tensor,
+        limit: Int32,
+    ):
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = bid % spec.cluster
+        layout = self.weight_layout()
+        l_codes, l_rows, l_extra = self.layouts()
+
+        @cute.struct
+        class Storage:
+            bars: cute.struct.Align[cute.struct.MemRange[Int64, 6 * spec.groups + (spec.groups + 1) * (spec.dk_stages + spec.x_stages)], 16]
+            top: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * spec.groups * spec.cluster * TILE], 16]
+            gain: cute.struct.Align[cute.struct.MemRange[Float32, spec.slab], 16]
+            means: cute.struct.Align[cute.struct.MemRange[Float32, spec.groups * spec.slab if spec.mean else 4], 16]
+            table: cute.struct.Align[cute.struct.MemRange[Int32, spec.groups * spec.table_words], 16]
+            w: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout)], 1024]
+            codes: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_codes)], 1024]
+            rows: cute.struct.Align[cute.struct.MemRange[self.x_type(), cute.cosize(l_rows)], 1024]
+            extra: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_extra) if spec.dv is not None else 16], 1024]
+
+        store = cutlass.utils.SmemAllocator().allocate(Storage)
+        base = store.bars.data_ptr()
+        place, made = base + 4 * spec.groups, {}
+        for name, count in (
+            ("table", spec.groups), ("used", spec.groups), ("dk_empty", spec.dk_stages), ("x_empty", spec.x_stages),
+            ("dk_full", spec.groups * spec.dk_stages), ("x_full", spec.groups * spec.x_stages),
+        ):  # fmt: skip
+            made[name] = place
+            place = place + count
+        bars = Bundle(**made)
+        slab = Int32(store.w.data_ptr().toint())
+        gains = store.gain.get_tensor(cute.make_layout(spec.slab))
+        column0 = rank * spec.slab
+        if warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(4 * spec.groups):
+                    cute.arch.mbarrier_init(base + i, 1 if i % 4 < 2 else 4 * spec.cluster)
+                for i in cutlass.range_constexpr(spec.dk_stages + spec.x_stages):
+                    cute.arch.mbarrier_init(bars.dk_empty + i, 4)
+                for i in cutlass.range_constexpr(spec.groups * (spec.dk_stages + spec.x_stages)):
+                    cute.arch.mbarrier_init(bars.dk_full + i, 1)
+                for i in cutlass.range_constexpr(spec.groups):
+                    cute.arch.mbarrier_init(bars.table + i, 2)
+                    cute.arch.mbarrier_init(bars.used + i, 4)
+            cute.arch.mbarrier_init_fence()
+        unit, back = self.weight_unit(w, store.top.data_ptr(), column0)
+        self.load_weight(w, gain, slab, gains, column0, unit)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        if const_expr(spec.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+        batch, total = Int32(1), limit
+        if const_expr(not spec.dense):
+            batch = Int32(offsets.shape[0]) - 1
+            total = Int32(offsets[batch])
+        # Each cluster takes a run of tiles, so that it seldom meets another sequence; its warpgroups take them in turn.
+        runs, tiles, run = grid // spec.cluster, cute.ceil_div(limit, TILE), bid // spec.cluster
+        first, last = Int32(Int64(tiles) * run // runs), Int32(Int64(tiles) * (run + 1) // runs)
+        io = Bundle(dk_scale=dk_scale, dv_scale=dv_scale, mean=mean, rstd=rstd, offsets=offsets, dx=dx, parts=parts)
+        s = Bundle(
+            gains=gains,
+            means=store.means.data_ptr(),
+            table=Int32(store.table.data_ptr().toint()),
+            codes=Int32(store.codes.data_ptr().toint()),
+            rows=Int32(store.rows.data_ptr().toint()),
+            extra=Int32(store.extra.data_ptr().toint()),
+        )
+        at = Bundle(
+            batch=batch, total=total, limit=limit, column0=column0, rank=rank, warp=warp, unit=back, first=first, last=last, run=run
+        )  # fmt: skip
+        extra = None
+        if const_expr(spec.dv is not None):
+            extra = store.extra.get_tensor(l_extra.outer, swizzle=l_extra.inner)
+        registers = spec.registers
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(registers[1])
+            if warp == 0:
+                self.ask_codes(at, bars, store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner), dk_atom, t_dk)
+            elif warp == 1:
+                self.ask_rows(at, bars, store.rows.get_tensor(l_rows.outer, swizzle=l_rows.inner), extra, x_atom, t_x, dv_atom, t_dv)
+            else:
+                self.tabulate(io, at, s, bars)
+        else:
+            cute.arch.setmaxregister_increase(registers[0])
+            thread = mma.get_slice(0)
+            b = thread.make_fragment_B(thread.partition_B(store.w.get_tensor(layout.outer, swizzle=layout.inner)))
+            group = cute.arch.make_warp_uniform(tid // 128) - 1
+            exchange = Bundle(bars=base + 4 * group, sums=store.sums.data_ptr() + 2 * spec.cluster * TILE * group)
+            self.compute(mma, b, io, at, s, bars, exchange, group)
+        if const_expr(spec.cluster > 1):  # nobody leaves while another may still send to it
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    # --- the first warpgroup ----------------------------------------------------------------------------------------------
+    @cute.jit
+    def ask_codes(self, at, bars, boxes: cute.Tensor, atom: cute.CopyAtom, tensor: cute.Tensor):
+        """Warp 0: copies of dk's codes."""
+        one = cute.make_layout(1)
+        tiles = cute.local_tile(tensor, (TILE, CODES), (None, None))
+        target, source = cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))
+        for tile in cutlass.range(at.first, at.last, unroll=1):
+            for c in cutlass.range_constexpr(self.chunks):
+                turn = tile - at.first
+                stage, phase = place_in_ring(turn * self.chunks + c, self.spec.dk_stages)
+                full = bars.dk_full + (turn % self.spec.groups * self.spec.dk_stages + stage)
+                cute.arch.mbarrier_wait(bars.dk_empty + stage, phase ^ 1)
+                cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, CODE_BOX)
+                cute.copy(atom, source[None, tile, c], target[None, stage], tma_bar_ptr=full)
+
+    @cute.jit
+    def ask_rows(
+        self, at, bars, rows: cute.Tensor, extra, x_atom: cute.CopyAtom, t_x: cute.Tensor, dv_atom, t_dv
+    ):  # fmt: skip
+        """Warp 1: copies of this CTA's columns of ``x`` and dv."""
+        spec = self.spec
+        one = cute.make_layout(1)
+        sides = [(x_atom, rows, t_x)]
+        if const_expr(spec.dv is not None):
+            sides.append((dv_atom, extra, t_dv))
+        pairs = []
+        for atom, boxes, tensor in sides:
+            tiles = cute.local_tile(tensor, (TILE, 64), (None, None))
+            pairs.append((atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))))
+        for tile in cutlass.range(at.first, at.last, unroll=1):
+            for j in cutlass.range_constexpr(self.subs):
+                turn = tile - at.first
+                stage, phase = place_in_ring(turn * self.subs + j, spec.x_stages)
+                full = bars.x_full + (turn % spec.groups * spec.x_stages + stage)
+                cute.arch.mbarrier_wait(bars.x_empty + stage, phase ^ 1)
+                cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, X_BOX + (DV_BOX if spec.dv is not None else 0))
+                for atom, target, source in pairs:
+                    cute.copy(atom, source[None, tile, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
+
+    @cute.jit
+    def tabulate(self, io, at, s, bars):
+        """Warps 2 and 3, a row a lane. A table: ``rstd`` (0 past the end), the factor of the row's products, the row's sequence (-1: that
+        of the tile's first row, whose mean lies beside the table); then, a row's side by side, dk's exponents as FP16, relative to the
+        row's largest, and dv's as BF16."""
+        spec = self.spec
+        row = 32 * (at.warp - 2) + cute.arch.lane_idx()
+        place = cute.make_rmem_tensor(3, Int32)  # the sequence of a tile's first row, where it begins and where it ends
+        place.fill(0)
+        many, few = spec.rows // 32, spec.slab // 32
+        dv: Any = spec.dv
+        for tile in cutlass.range(at.first, at.last, unroll=1):
+            token0 = tile * TILE
+            token = cutlass.max(cutlass.min(token0 + row, at.total - 1), 0)
+            b, scales = Int32(0), token // GROUP
+            if const_expr(spec.lookup):
+                if (token0 >= place[2]) & (token0 < at.total):
+                    place[0] = search(io.offsets, place[0], at.batch, token0)
+                    place[1], place[2] = Int32(io.offsets[place[0]]), Int32(io.offsets[place[0] + 1])
+                high = place[0]
+                if cutlass.min(token0 + TILE, at.total) > place[2]:
+                    high = search(io.offsets, place[0], at.batch, token0 + TILE - 1)
+                b, begin = place[0], place[1]
+                if place[0] < high:
+                    b = search_alone(io.offsets, place[0], high, token)
+                    begin = Int32(io.offsets[b])
+                scales = begin // GROUP + b + (token - begin) // GROUP
+            scale = io.rstd[Int64(token)]
+            mean = cute.make_rmem_tensor(spec.slab // 64, Float32)
+            if const_expr(spec.mean):
+                for n in cutlass.range_constexpr(spec.slab // 64):
+                    mean[n] = io.mean[Int64(place[0]), at.column0 + 64 * n + row]
+            left = cute.make_rmem_tensor(many, Int32)
+            address = scale_address(io.dk_scale, scales, spec.dk.static)
+            for n in cutlass.range_constexpr(many):
+                left[n] = load_byte(address + 32 * n // spec.dk.width)
+            right = cute.make_rmem_tensor(few, Int32)
+            if const_expr(spec.dv is not None):
+                address = scale_address(io.dv_scale, scales, dv.static)
+                for n in cutlass.range_constexpr(few):
+                    right[n] = load_byte(address + (at.column0 + 32 * n) // dv.width)
+            turn = tile - at.first
+            slot = turn % spec.groups
+            cute.arch.mbarrier_wait(bars.used + slot, (turn // spec.groups + 1) % 2)
+            table = s.table + slot * (4 * spec.table_words)
+            inside = token0 + row < at.total
+            top = Int32(0)
+            for n in cutlass.range_constexpr(many):
+                top = cutlass.max(top, left[n] if left[n] < 255 else Int32(0))
+            store_word(table + 4 * row, bits_of(scale if inside else Float32(0.0)))
+            store_word(table + 4 * (TILE + row), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD))))
+            if const_expr(spec.mean):
+                store_word(table + 4 * (2 * TILE + row), b if b != place[0] else Int32(-1))
+                means = cute.make_tensor(s.means + slot * spec.slab, cute.make_layout(spec.slab))
+                for n in cutlass.range_constexpr(spec.slab // 64):
+                    means[64 * n + row] = mean[n]
+            for n in cutlass.range_constexpr(0, many, 2):
+                low, high_ = (relative_factor(left[n + i], top, HEAD) for i in range(2))
+                store_word(table + 4 * (3 * TILE + row * (many // 2) + n // 2), prmt(low, high_, 0x5410))
+            if const_expr(spec.dv is not None):
+                for n in cutlass.range_constexpr(0, few, 2):
+                    low, high_ = (bits_of(scale_of_byte(right[n + i])) for i in range(2))
+                    word = prmt(low, high_, 0x7632)
+                    store_word(table + 4 * ((3 + many // 2) * TILE + row * (few // 2) + n // 2), word if inside else Int32(0))
+            release(bars.table + slot)
+
+    # --- the computing warpgroups -----------------------------------------------------------------------------------------
+    @cute.jit
+    def compute(self, mma, b: cute.Tensor, io, at, s, bars, exchange, group: Int32):
+        """Every ``groups``-th tile of the run."""
+        spec = self.spec
+        lane = cute.arch.lane_idx()
+        warp = at.warp % 4
+        columns = cute.make_rmem_tensor(self.runs, Float32)
+        columns.fill(0.0)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
+        operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, 64))) for _ in range(2)]
+        row = 16 * warp + row_in_eight(lane // 4)
+        phases = cute.make_rmem_tensor(2, Int32)  # a bit for each stage of dk and of x
+        phases.fill(0)
+        for tile in cutlass.range(at.first + group, at.last, spec.groups, unroll=1):
+            turn = tile - at.first
+            table = s.table + group * (4 * spec.table_words)
+            cute.arch.mbarrier_wait(bars.table + group, turn // spec.groups % 2)
+            self.multiply(mma, b, acc, operands, s, bars, table, tile, turn, row, at, group, phases)
+            self.norm(io, at, s, bars, exchange, acc, columns, table, tile, turn, row, group, phases)
+        if const_expr(spec.need_norm):
+            line = (at.run * spec.groups + group) * 4 + warp
+            for q in cutlass.range_constexpr(self.runs):
+                value = columns[q] if at.total > 0 else Float32(0.0)
+                io.parts[line, at.column0 + 32 * q + 8 * (lane % 4) + run_element(lane)] = value
+
+    @cute.jit
+    def multiply(
+        self, mma, b, acc: cute.Tensor, operands, s, bars, table: Int32, tile: Int32, turn: Int32, row: Int32, at, group: Int32,
+        phases: cute.Tensor,
+    ):  # fmt: skip
+        """``acc`` = the tile's codes times the slab."""
+        spec = self.spec
+        quad = cute.arch.lane_idx() % 4
+        source = s.codes + row * CODES
+        factor_at = table + 4 * (3 * TILE) + row * (spec.rows // 16) + 2 * quad
+        for c in cutlass.range_constexpr(self.chunks):
+            stage = stage_of(turn, self.chunks, c, spec.dk_stages)
+            factors = []
+            for i in cutlass.range_constexpr(2):
+                half = load_half(factor_at + 8 * c + i * (8 * (spec.rows // 16)))
+                factors.append(prmt(half, half, 0x1010))
+            await_stage(bars.dk_full + group * spec.dk_stages, stage, phases, 0)
+            words = []
+            for h in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    words.append(shared_words(source + stage * CODE_BOX + 8 * CODES * i + (((2 * quad + h) ^ (row % 8)) << 4), 4))
+            if tile * TILE + TILE > at.total:  # rows past the end
+                for i in cutlass.range_constexpr(2):
+                    if tile * TILE + row + 8 * i >= at.total:
+                        for h in cutlass.range_constexpr(2):
+                            words[2 * h + i].fill(0)
+            for h in cutlass.range_constexpr(2):
+                operand = operands[h]
+                a = cute.recast_tensor(operand, Int32)
+                if const_expr(c > 0):
+                    warpgroup.wait_group(1)
+                for n in cutlass.range_constexpr(4):
+                    for i in cutlass.range_constexpr(2):
+                        a[4 * n + i], a[4 * n + 2 + i] = codes_to_f16(words[2 * h + i][n], factors[i])
+                warpgroup.fence()
+                atom = cute.make_mma_atom(mma.op)
+                atom.set(warpgroup.Field.ACCUMULATE, c + h > 0)
+                for n in cutlass.range_constexpr(4):
+                    cute.gemm(atom, acc, operand[None, None, n], b[None, None, 8 * c + 4 * h + n], acc)
+                    atom.set(warpgroup.Field.ACCUMULATE, True)
+                warpgroup.commit_group()
+            release(bars.dk_empty + stage)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def norm(
+        self, io, at, s, bars, exchange, acc: cute.Tensor, columns: cute.Tensor, table: Int32, tile: Int32, turn: Int32, row: Int32,
+        group: Int32, phases: cute.Tensor,
+    ):  # fmt: skip
+        """From ``dk w`` to ``dx``: ``acc`` becomes ``t = g dxn rstd``, then ``dx = t - x (rstd^2 mean(t x))``."""
+        spec = self.spec
+        lane = cute.arch.lane_idx()
+        quad = lane % 4
+        few = spec.slab // 32
+        xs = cute.make_rmem_tensor((4, self.runs, 2), Int32)
+        scale, unit, sequences = [], [], []
+        for i in cutlass.range_constexpr(2):
+            word = table + 4 * (row + 8 * i)
+            scale.append(float_of(load_word(word)))
+            unit.append(float_of(load_word(word + 4 * TILE)))
+            if const_expr(spec.mean):
+                sequences.append(load_word(word + 8 * TILE))
+        several = False
+        if const_expr(spec.mean):
+            several = cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0))
+        sums = [Float32(0.0), Float32(0.0)]
+        ends = tile * TILE + TILE > at.total
+        for j in cutlass.range_constexpr(self.subs):
+            stage = stage_of(turn, self.subs, j, spec.x_stages)
+            powers = []
+            if const_expr(spec.dv is not None):
+                for i in cutlass.range_constexpr(2):
+                    where = (3 + spec.rows // 64) * TILE + (row + 8 * i) * (few // 2) + j
+                    powers.append(pair_to_float(load_word(table + 4 * where), False))
+            await_stage(bars.x_full + group * spec.x_stages, stage, phases, 1)
+            extras = {}
+            for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
+                for i in cutlass.range_constexpr(2):
+                    h = q % 2
+                    line = row + 8 * i
+                    words = shared_words(s.rows + stage * X_BOX + line * 128 + (((4 * h + quad) ^ (row % 8)) << 4), 4)
+                    for n in cutlass.range_constexpr(4):
+                        xs[n, q, i] = words[n]
+                    if const_expr(spec.dv is not None):
+                        piece = (2 * h + quad // 2) ^ (row // 2 % 4)
+                        extras[q, i] = shared_words(s.extra + stage * DV_BOX + line * 64 + (piece << 4) + quad % 2 * 8, 2)
+            if ends:
+                for i in cutlass.range_constexpr(2):
+                    if tile * TILE + row + 8 * i >= at.total:
+                        for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
+                            for n in cutlass.range_constexpr(4):
+                                xs[n, q, i] = Int32(0)
+                            if const_expr(spec.dv is not None):
+                                extras[q, i].fill(0)
+            release(bars.x_empty + stage)
+            for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
+                gain = cute.make_rmem_tensor(8, Float32)
+                load_shared(s.gains.iterator + (32 * q + 8 * quad), gain)
+                column_sums = []
+                for i in cutlass.range_constexpr(2):
+                    xf = self.x_of(xs, q, i)
+                    means = cute.make_rmem_tensor(8, Float32)
+                    if const_expr(spec.mean):
+                        load_shared(s.means + (group * spec.slab + 32 * q + 8 * quad), means)
+                        if several:  # noqa: SIM102 - the first is the warp's
+                            if sequences[i] >= 0:
+                                load_global(address_of(io.mean, sequences[i], at.column0 + 32 * q + 8 * quad), means)
+                    extra = []
+                    if const_expr(spec.dv is not None):
+                        for n in cutlass.range_constexpr(2):
+                            extra += e4m3x4_to_float(extras[q, i][n])
+                    for e in cutlass.range_constexpr(8):
+                        index = e % 2 + 2 * i + 4 * (4 * q + e // 2)
+                        d = acc[index]
+                        if const_expr(spec.dv is not None and spec.mean):
+                            d = fma(d, unit[i], fma(extra[e], powers[i][q % 2], means[e]))
+                        elif const_expr(spec.dv is not None):
+                            d = fma(d, unit[i], extra[e] * powers[i][q % 2])
+                        elif const_expr(spec.mean):
+                            d = fma(d, unit[i], means[e])
+                        else:
+                            d = d * unit[i]
+                        d = d * scale[i]
+                        if const_expr(i == 0):
+                            column_sums.append(d * xf[e])
+                        else:
+                            column_sums[e] = fma(d, xf[e], column_sums[e])
+                        acc[index] = d * gain[e]
+                        sums[i] = fma(acc[index], xf[e], sums[i])
+                if const_expr(spec.need_norm):
+                    columns[q] = columns[q] + sum_rows(column_sums)
+        release(bars.used + group)
+        if const_expr(spec.need_x):
+            for i in cutlass.range_constexpr(2):
+                sums[i] = quad_sum(sums[i])
+            if const_expr(spec.cluster > 1):
+                sums = self.exchange(at, exchange, sums, turn // spec.groups)
+            for i in cutlass.range_constexpr(2):
+                self.write(io, at, acc, xs, scale[i], sums[i], tile * TILE + row + 8 * i, i)
+
+    @cute.jit
+    def write(self, io, at, acc: cute.Tensor, xs: cute.Tensor, scale, total, token: Int32, i: cutlass.Constexpr):
+        """A row of ``dx``; ``total``: sum of ``t x`` over all columns."""
+        spec = self.spec
+        column = at.column0 + 8 * (cute.arch.lane_idx() % 4)
+        if token < at.total:
+            share = -scale * scale * (total * Float32(1.0 / spec.columns))
+            for q in cutlass.range_constexpr(self.runs):
+                xf = self.x_of(xs, q, i, True)
+                out = cute.make_rmem_tensor(4, Int32)
+                for e in cutlass.range_constexpr(0, 8, 2):
+                    pair = []
+                    for n in cutlass.range_constexpr(2):
+                        pair.append(fma(xf[e + n], share, acc[n + 2 * i + 4 * (4 * q + e // 2)]))
+                    out[e // 2] = float_to_pair(pair[0], pair[1], self.half)
+                store_words(io.dx, token, column + 32 * q, out)
+        elif token < at.limit:
+            zeros = cute.make_rmem_tensor(4, Int32)
+            zeros.fill(0)
+            for q in cutlass.range_constexpr(self.runs):
+                store_words(io.dx, token, column + 32 * q, zeros)
+
+
+def row_in_eight(j):
+    """Row of a group of eight that lanes ``4 j`` to ``4 j + 3`` hold: rows that are served together (2 by 16 bytes, 4 by 8) lie 5, 4 and 1
+    apart, so that the swizzles of rows of 128 and of 64 bytes put them into different banks."""
+    return (j % 2 * 5) ^ (j // 2 % 2 * 4) ^ (j // 4 * 2)
+
+
+def stage_of(turn, count: int, i: int, stages: int):
+    """Stage of the ``i``-th of a tile's ``count`` fillings: known at compile time where a tile takes all of a ring, or its whole rounds."""
+    return Int32(i % stages) if count % stages == 0 else (turn * count + i) % stages
+
+
+def place_in_ring(index, stages: int):
+    """Stage of the ``index``-th filling of a ring, and its phase."""
+    return index % stages, index // stages % 2
+
+
+@cute.jit
+def await_stage(full, stage: Int32, phases: cute.Tensor, ring: cutlass.Constexpr):
+    """Wait for a stage by a warpgroup's own barrier of it: with one for all, a warpgroup ahead of the others would take the filling before
+    the last for its own."""
+    cute.arch.mbarrier_wait(full + stage, (phases[ring] >> stage) & 1)
+    phases[ring] = phases[ring] ^ (1 << stage)
+
+
+@cute.jit
+def load_global(address: Int64, out: cute.Tensor):
+    """Eight FP32 from global memory."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), out)
+
+
+def store_word(address, word):
+    """A word to shared memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = word
+
+
+def load_word(address):
+    """A word of shared memory."""
+    return shared_words(address, 1)[0]
+
+
+@kernel_cache
+def compile_input_gradient_of_codes(arch: str, offsets_dtype: str | None, spec: InputSpec):
+    """Compile for ``arch``. Arguments at launch: those of ``compile_input_gradient``."""
+    tokens = symbol()
+
+    def operand(kind, columns):
+        if kind is None:
+            return None, None
+        return fake("uint8", (tokens, columns)), fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True)
+
+    return build(
+        arch,
+        InputGradientOfCodes(spec),
+        *operand(spec.dk, spec.rows),
+        *operand(spec.dv, spec.columns),
+        fake("float32", (symbol(), spec.columns), compact=True) if spec.mean else None,
+        fake("bfloat16", (spec.rows, spec.columns), compact=True),
+        fake(spec.dtype, (tokens, spec.columns)),
+        fake("float32", (spec.columns,), compact=True),
+        fake("float32", (tokens,), align=4),
+        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake(spec.dtype, (tokens, spec.columns), compact=True) if spec.need_x else None,
+        fake("float32", (symbol(), spec.columns), compact=True) if spec.need_norm else None,
+        Int32(1),
+    )
