@@ -273,9 +273,9 @@ def run_backward(
 
 
 @functools.cache
-def _takes(name: str, argument: str) -> bool:
-    """Whether a backend's backward has an argument of this name."""
-    return argument in inspect.signature(dispatch.module(name).backward).parameters
+def _takes(name: str, argument: str, function: str = "backward") -> bool:
+    """Whether a backend's backward (or its forward) has an argument of this name."""
+    return argument in inspect.signature(getattr(dispatch.module(name), function)).parameters
 
 
 def run_prepass(name: str, p: AttentionProblem, result: ForwardResult, dout: Tensor) -> list[Tensor]:
@@ -381,8 +381,8 @@ def flash_attention_forward(
     """Centre, quantize, attend. ``q [N, H, D]``, ``k, v [T, Hkv, D]``, any float dtypes and strides. ``queries``: of every sequence, -1
     where they are jagged.
 
-    Returns ``out`` (q's dtype), ``lse``, and what the backward needs: ``centred_out, row_max, row_sum``; codes and scales of q, k, v; and
-    ``k_mean, v_mean, v_sum`` (empty where nothing was centred).
+    Returns ``out`` (q's dtype), ``lse``, and what the backward needs: ``centred_out`` (empty unless ``backward``), ``row_max, row_sum``;
+    codes and scales of q, k, v; and ``k_mean, v_mean, v_sum`` (empty where nothing was centred).
     """
     cfg = _config(config)
     name = _pick(q.device, _flash_features(q, k, causal, config, backward, softmax_scale), backend, say=True)
@@ -407,13 +407,14 @@ def flash_attention_forward(
         queries_each=None if queries < 0 else queries,
         config=cfg,
     )
-    result = impl.forward(p)
+    alone = not backward and made.v_mean is not None and _takes(name, "keep_centred", "forward")
+    result = impl.forward(p, keep_centred=False) if alone else impl.forward(p)
     lse = result.lse
     if shift is not None:
         lse = lse + shift
     means = [q.new_empty(0, dtype=torch.float32) if m is None else m for m in (made.k_mean, made.v_mean, made.v_sum)]
     codes = [t for mx in (made.q, made.k, made.v) for t in (mx.codes, mx.scale_bytes)]
-    keep = _keeps_centred(made.v_mean, cfg) or q.dtype != torch.bfloat16
+    keep = backward and (_keeps_centred(made.v_mean, cfg) or q.dtype != torch.bfloat16)
     centred = result.centred_out if keep else q.new_empty(0)
     out = _rounded_out(result.out, q.dtype, v.dtype)
     return out, lse, centred, result.row_max, result.row_sum, *codes, *means  # type: ignore[return-value]
@@ -460,7 +461,7 @@ def _(q, k, v, offsets_q, offsets_k, queries, softmax_scale, causal, determinist
         codes.append(x.new_empty((scale_rows(x.shape[0], offsets), x.shape[1], dim // block[1]), dtype=torch.uint8))
     mean_shape = (offsets_k.shape[0] - 1, k.shape[1], dim) if centred else (0,)
     means = [q.new_empty(mean_shape, dtype=torch.float32) for _ in range(3)]
-    keep = centred or cfg.save_out_dtype != torch.bfloat16 or q.dtype != torch.bfloat16
+    keep = backward and (centred or cfg.save_out_dtype != torch.bfloat16 or q.dtype != torch.bfloat16)
     saved = q.new_empty((rows, heads, dim), dtype=cfg.save_out_dtype) if keep else q.new_empty(0)
     per_row = [q.new_empty((heads, rows), dtype=torch.float32) for _ in range(3)]
     return q.new_empty((rows, heads, dim)), per_row[0], saved, per_row[1], per_row[2], *codes, *means

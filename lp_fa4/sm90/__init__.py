@@ -19,11 +19,12 @@ def unsupported(features) -> str:
     return reason_against(features) or (reason_against_backward(features.head_dim, features.config) if features.backward else "")
 
 
-def forward(problem: AttentionProblem) -> ForwardResult:
-    """Attention forward; signature and results of ``lp_fa4.reference.forward``."""
+def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardResult:
+    """Attention forward; signature and results of ``lp_fa4.reference.forward``. ``keep_centred``: whether a backward reads the result; if
+    not, ``centred_out`` may be ``out``."""
     from lp_fa4.sm90.forward_host import forward as run
 
-    return run(problem)
+    return run(problem, keep_centred=keep_centred)
 
 
 def backward(
