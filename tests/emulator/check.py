@@ -166,6 +166,8 @@ class Clock:
         self.registers = Registers(plan) if plan.has_products else None
         #: register → the load that fills it, and that load's epoch
         self.tainted: dict[tuple[Any, int], tuple[Instr, int]] = {}
+        #: its registers, or None once they have changed
+        self.taint_key: frozenset[Any] | None = None
 
     def acted(self) -> None:
         """The warp touches memory, issues or releases: what it waited for before did order something."""
@@ -219,11 +221,17 @@ class Clock:
 
     def taint_step(self, g: Any, unit: Any, mask: np.ndarray) -> None:
         """Follow tainted registers through the unit that is about to run."""
-        key = (unit.index, frozenset(self.tainted))
+        if self.taint_key is None:
+            self.taint_key = frozenset(self.tainted)
+        key = (unit.index, self.taint_key)
         cached = self.checker.taint_cache.get(key)
         if cached is None:
-            cached = self.checker.taint_cache[key] = _follow(unit.instrs, set(self.tainted))
-        uses, after = cached
+            uses, after = _follow(unit.instrs, set(self.tainted))
+            moved = None if len(after) == len(self.taint_key) and all(r == o for r, o in after.items()) else frozenset(after)
+            cached = self.checker.taint_cache[key] = uses, after, moved
+        uses, after, moved = cached
+        if moved is None and not uses:
+            return
         checker = self.checker
         for I, reg, origin in uses:
             if origin not in self.tainted:
@@ -238,8 +246,9 @@ class Clock:
                     "value read early", f"register {reg}", source.where(), g.where(I),
                     f"{wait} between the load and this use", (source.index, I.loc),
                 )  # fmt: skip
-        loads = self.tainted
-        self.tainted = {r: loads[o] for r, o in after.items() if o in loads}
+        if moved is not None:
+            loads = self.tainted
+            self.tainted, self.taint_key = {r: loads[o] for r, o in after.items()}, moved
 
 
 def _registers(a: Any) -> list[Reg]:
@@ -707,6 +716,7 @@ class Checker:
         for r in regs:
             if isinstance(r, Reg):
                 g.clock.tainted[(r.cls, r.idx)] = (I, epoch)
+        g.clock.taint_key = None
 
     def tmem_store(self, g: Any, I: Instr, column: int, n: int) -> None:
         self._tmem_warp(g, I, "st", column, n, True)
@@ -722,6 +732,7 @@ class Checker:
         self.sequence[agent] = epoch + 1
         if kind == "ld":
             g.clock.tainted.clear()
+            g.clock.taint_key = None
 
     def tmem_allocated(self, rank: int, column: int, n: int) -> None:
         for idx in self._columns(rank, 15, column, n):

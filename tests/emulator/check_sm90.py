@@ -51,7 +51,7 @@ def accumulators_waited(g: Any, I: Any, last: int) -> None:
     keep = {r: x for r, x in tainted.items() if x[0].parts[0] != "wgmma" or x[1] > last}
     if len(keep) < len(tainted):
         g.machine.ordered.add(I.index)
-        g.clock.tainted = keep
+        g.clock.tainted, g.clock.taint_key = keep, None
 
 
 def copy_issued(g: Any, I: Any, destinations: np.ndarray, size: int) -> Token:

@@ -294,6 +294,7 @@ def mma_async(g: Any, I: Instr, m: np.ndarray) -> None:
             g.clock.registers.product(g, I, s.code)
             for r in A[0].items:
                 g.clock.tainted[r.cls, r.idx] = (I, number)
+            g.clock.taint_key = None
         if complete:
             if g.clock is not None:
                 _declare(product)
