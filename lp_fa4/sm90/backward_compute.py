@@ -249,6 +249,12 @@ def publish(spec, w, S, codes, buffer, x):
         codes = cute.make_rmem_tensor(8, Int32)
         share = shared_floats(w.factors + 8, 1, 4)[0]
         to_codes(S, codes, (share, share))
+    store_codes(w, codes, buffer, x)
+
+
+@cute.jit
+def store_codes(w, codes, buffer, x):
+    """What :func:`publish` stores."""
     units = [pick_pairs(codes[2 * (j // 2)], codes[2 * (j // 2) + 1], "5140" if j % 2 == 0 else "7362") for j in range(8)]
     # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
     lane = pinned(w.lane)
@@ -274,13 +280,33 @@ def hand_over(spec, w, stage, buffer):
 
 
 @cute.jit
-def finish_tiles(spec, w, dK, last):
-    """dK of a segment's last query tile. ``last``: as in :func:`step`."""
+def pass_tile(spec, w, now):
+    """One query tile of a warpgroup without keys: codes of 0, under a scale that no other is above."""
+    stage, phase, out, out_phase, buffer, ds_phase = now
+    cute.arch.mbarrier_wait(w.bars.ds_empty + buffer, ds_phase ^ 1)
+    codes = cute.make_rmem_tensor(8, Int32)
+    codes.fill(0)
+    store_codes(w, codes, buffer, Float32(2.0**100))
+    cute.arch.mbarrier_wait(w.bars.a_full + stage, phase)
+    hand_over(spec, w, stage, buffer)
+    cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
+    release(spec, w.bars.t_empty + out, w.peer)
+
+
+@cute.jit
+def start_last(spec, w, dK, last):
+    """Issue dK of a segment's last query tile; dV is done. ``last``: as in :func:`step`."""
     out, out_phase, stage, buffer = last
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
     accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
     hand_over(spec, w, stage, buffer)
+
+
+@cute.jit
+def end_last(spec, w, out):
+    """Wait for it."""
     warpgroup.wait_group(0)
+    cute.arch.sync_warp()  # dV left meanwhile
     release(spec, w.bars.t_empty + out, w.peer)
 
 
@@ -294,7 +320,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     as soon as dK is read there (C7514). dK runs under the exponentials where registers allow.
     """
     fk, fv, k, v = keys
-    bars, under = w.bars, not spec.causal
+    bars, under = w.bars, not spec.causal or spec.group == 1
     stage, phase, buffer, ds_phase = now
     stat = w.stat + stage * (4 * STAT_FLOATS)
     S = cute.make_rmem_tensor(w.score_shape, Float32)

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.backward_compute import FIRST, STEADY, finish_tiles, key_factors, segment_factors, step
+from lp_fa4.sm90.backward_compute import FIRST, STEADY, end_last, key_factors, pass_tile, segment_factors, start_last, step
 from lp_fa4.sm90.backward_dq import dq_warps
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
@@ -331,6 +331,15 @@ class BackwardMain:
                     store_zeros(spec, w, item, kv_heads, grads)
                     cute.arch.sync_warp()  # all lanes have read the record
                     arrive(bars.k_empty + kv)
+                elif item.klen <= item.n * KEY_TILE + KEY_TILE // 2 * w.group:
+                    # none of this warpgroup's keys exists: the last tile of every other sequence
+                    for s in cutlass.range(segments, unroll=1):
+                        count = segment(spec, item, first, chunk, chunks, s)[2]
+                        for _ in cutlass.range(count, unroll=1):
+                            pass_tile(spec, w, (stage, phase, out, out_phase, buffer, ds_phase))
+                            stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
+                    cute.arch.sync_warp()  # all lanes have read the record
+                    arrive(bars.k_empty + kv)
                 else:
                     fk, fv = key_factors(spec, w, item)
                     keys = (fk, fv, w.k[None, None, None, kv], w.v[None, None, None, kv])
@@ -354,19 +363,16 @@ class BackwardMain:
                         if s == segments - 1:
                             cute.arch.sync_warp()  # all lanes have read the record
                             arrive(bars.k_empty + kv)
-                        finish_tiles(spec, w, dK, (out, out_phase, stage, buffer))
+                        start_last(spec, w, dK, (out, out_phase, stage, buffer))
+                        if const_expr(spec.group > 1):  # registers are short
+                            end_last(spec, w, out)
+                        # elsewhere dV leaves under the last product
+                        self.leave(w, 0, dV, shared_floats(w.factors, 1, 4)[0], s, segments, again, left, grads, kv_heads, scratch)
+                        if const_expr(spec.group == 1):
+                            end_last(spec, w, out)
+                        factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
+                        self.leave(w, 1, dK, factor, s, segments, again, left, grads, kv_heads, scratch)
                         stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
-                        factors = shared_floats(w.factors, 2, 8)
-                        dv_factor, dk_factor = factors[0], factors[1] * reciprocal_power(x)
-                        if const_expr(spec.long):
-                            settle_partial(w)
-                            if s < segments - 1:
-                                add_partial(spec, w, dV, dv_factor, scratch, s == 0)
-                                add_partial(spec, w, dK, dk_factor, scratch + KEY_TILE * d * 4, s == 0)
-                            else:
-                                self.finish(w, dV, dK, dv_factor, dk_factor, segments, again, left, grads, kv_heads, scratch)
-                        else:
-                            self.finish(w, dV, dK, dv_factor, dk_factor, segments, again, left, grads, kv_heads, scratch)
             kv, kv_phase = advance(kv, kv_phase, 2)
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -388,34 +394,44 @@ class BackwardMain:
         return stage, phase, out, out_phase, buffer, ds_phase
 
     @cute.jit
-    def finish(self, w, dV, dK, dv_factor, dk_factor, segments, item, left, grads, kv_heads, scratch):
-        """Store a key tile's dV and dK, with the partial sums of earlier segments."""
+    def leave(self, w, which: cutlass.Constexpr, acc, factor, s, segments, item, left, grads, kv_heads, scratch):
+        """A segment's sums leave: dV (``which`` 0) or dK (1), to the CTA's partial sums or, after the last segment, as the gradient."""
+        spec = self.spec
+        if const_expr(spec.long):
+            own = scratch + which * (KEY_TILE * spec.head_dim * 4)
+            if const_expr(which == 0):
+                settle_partial(w)
+            if s < segments - 1:
+                add_partial(spec, w, acc, factor, own, s == 0)
+            else:
+                self.finish(w, which, acc, factor, segments, item, left, grads, kv_heads, own)
+        else:
+            self.finish(w, which, acc, factor, segments, item, left, grads, kv_heads, scratch)
+
+    @cute.jit
+    def finish(self, w, which: cutlass.Constexpr, acc, factor, segments, item, left, grads, kv_heads, scratch):
+        """Store a key tile's dV or dK, with the partial sums of earlier segments."""
         spec = self.spec
         d = spec.head_dim
+        target, scales = (grads.dk, grads.dk_scale) if which else (grads.dv, grads.dv_scale)
         row = Int64(item.k0 + item.n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk
-        scale = (Int64(item.k0 // 32 + item.b + 4 * item.n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
         if const_expr(spec.long):
-            self.add_earlier(w, dV, dv_factor, segments, scratch)
-            self.add_earlier(w, dK, dk_factor, segments, scratch + KEY_TILE * d * 4)
-            dv_factor, dk_factor = Float32(1.0), Float32(1.0)
-        if const_expr(spec.suffix or spec.whole):
+            self.add_earlier(w, acc, factor, segments, scratch)
+            factor = Float32(1.0)
+        if const_expr((spec.suffix or spec.whole) and not which):
             if const_expr(not spec.long):
                 for i in cutlass.range_constexpr(d // 2):
-                    dV[i] = dV[i] * dv_factor
-                dv_factor = Float32(1.0)
+                    acc[i] = acc[i] * factor
+                factor = Float32(1.0)
             if const_expr(spec.suffix):
-                add_suffix(spec, w, dV, item, kv_heads, grads.suffix)
+                add_suffix(spec, w, acc, item, kv_heads, grads.suffix)
             else:
-                add_mean(spec, w, dV, item, kv_heads, grads.suffix)
+                add_mean(spec, w, acc, item, kv_heads, grads.suffix)
         if const_expr(spec.mxfp8):
-            sums = (
-                (dV, dv_factor, grads.dv + row * d, grads.dv_scale + scale),
-                (dK, dk_factor, grads.dk + row * d, grads.dk_scale + scale),
-            )
-            store_mxfp8(spec, w, sums, kv_heads * d, left)
+            scale = (Int64(item.k0 // 32 + item.b + 4 * item.n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
+            store_mxfp8(spec, w, which, acc, factor, target + row * d, scales + scale, kv_heads * d, left)
         else:
-            store_bf16(spec, w, dV, dv_factor, grads.dv + row * (2 * d), kv_heads * (2 * d), left)
-            store_bf16(spec, w, dK, dk_factor, grads.dk + row * (2 * d), kv_heads * (2 * d), left)
+            store_bf16(spec, w, acc, factor, target + row * (2 * d), kv_heads * (2 * d), left)
 
     @cute.jit
     def add_earlier(self, w, acc, factor, segments, scratch):

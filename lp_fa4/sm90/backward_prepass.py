@@ -21,9 +21,10 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.backward_rows import eight_columns, fake_offsets, fake_results, first_unit, power_of_sums, query_unit, statistics
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inverse_of_byte, scale_of_byte
+from lp_fa4.common.backward_rows import fake_offsets, fake_results, first_unit, power_of_sums, query_unit, statistics
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inline_ptx, inverse_of_byte, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.backward_layout import (
     CHUNK,
@@ -142,6 +143,8 @@ class Prepass:
         rows = SimpleNamespace(
             bytes=smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16),
             deltas=smem.allocate_tensor(Float32, cute.make_layout(CHUNK), byte_alignment=16),
+            inverses=smem.allocate_tensor(Float32, cute.make_layout(CHUNK), byte_alignment=16),
+            shares=smem.allocate_tensor(Float32, cute.make_layout(CHUNK if spec.suffix else 4), byte_alignment=16),
         )
         column_sums = smem.allocate_tensor(
             Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
@@ -159,6 +162,7 @@ class Prepass:
             place = SimpleNamespace(head=head, first=first, left=left, tiles=tiles, tile_row=tile_row)
             # queries of the sequence before this chunk, less all of them, for the keys that a row sees where causal
             seen = (keys, CHUNK * chunk - unit.queries)
+            self.row_factors(results, place, rows, seen)
             self.encode(results, place, do_tiles, rows, seen, buffers, (sums, chunk_row), suffix, column_sums, peaks)
             top = peaks[0]
             for i in cutlass.range_constexpr(1, 8):
@@ -239,50 +243,42 @@ class Prepass:
         tid, _, _ = cute.arch.thread_idx()
         column = 8 * (tid % self.lanes)
         target, step = self.images(do_tiles, place.tile_row, head, 2 * QUERY_TILE * spec.head_dim)
+        dout_at, dout_step = column_of(results.dout, place.first, head, column)
+        out_at, out_step = column_of(results.out, place.first, head, column)
         total = cute.make_rmem_tensor(8, Float32)
         total.fill(0.0)
         top, largest = Int32(0), Int32(0)
         for tile in cutlass.range(place.tiles, unroll=1):
-            xs, outs, row_sums = [], [], []
+            xs, outs = [], []
             for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
-                at = place.first + cutlass.min(QUERY_TILE * tile + self.rows * part + tid // self.lanes, left - 1)
-                xs.append(eight_columns(results.dout, at, head, column))
-                outs.append(eight_columns(results.out, at, head, column))
-                row_sums.append(results.row_sum[head, at])
+                row = Int64(cutlass.min(QUERY_TILE * tile + self.rows * part + tid // self.lanes, left - 1))
+                xs.append(eight_values(results.dout, dout_at + row * dout_step))
+                outs.append(eight_values(results.out, out_at + row * out_step))
             image = self.free_image(buffers, tile)
             weighted = cute.make_rmem_tensor(8, Float32)
             weighted.fill(0.0)
             for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
                 r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
-                x, sum_l = [Float32(xs[part][i]) for i in range(8)], row_sums[part]
-                peak = bits_of(x[0]) & 0x7FFFFFFF
-                for i in cutlass.range_constexpr(1, 8):
-                    peak = cutlass.max(peak, bits_of(x[i]) & 0x7FFFFFFF)
-                for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
-                    peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << i))
-                byte, factor = Int32(-1), Float32(0.0)
-                if r < left:
-                    for i in cutlass.range_constexpr(8):
-                        total[i] = total[i] + x[i]
-                    if peak < 0x7F800000:
-                        largest = cutlass.max(largest, peak)
-                    if sum_l > 0.0:
-                        byte = Int32(255)
-                        if peak < 0x7F800000:
-                            byte = Int32(0)
-                            if peak > 0:
-                                byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * self.inverse_sum(sum_l))), 1)
-                            top = cutlass.max(top, byte)
-                        factor = self.inverse_sum(sum_l) * inverse_of_byte(byte)
-                        if byte == 255:
-                            factor = Float32(math.nan)
-                delta = Float32(0.0)
+                x, inverse = [Float32(xs[part][i]) for i in range(8)], rows.inverses[r]
+                present = Float32(1.0) if r < left else Float32(0.0)
+                for i in cutlass.range_constexpr(8):
+                    total[i] = total[i] + x[i] * present
+                peak = self.row_peak(xs[part])
+                finite = peak if peak < 0x7F800000 and r < left else Int32(0)
+                largest = cutlass.max(largest, finite)
+                byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * inverse)), 1)
+                byte = Int32(0) if peak == 0 else byte
+                byte = byte if inverse > 0.0 else Int32(-1)
+                top = cutlass.max(top, byte if finite > 0 else Int32(0))
+                factor = Float32(math.nan) if byte == 255 else inverse * inverse_of_byte(byte)
+                keep = Int32(-1) if byte > 0 else Int32(0)  # x may be anything where no key is seen
+                delta, share = Float32(0.0), Float32(0.0)
+                if const_expr(spec.suffix):
+                    share = rows.shares[r] * scale_of_byte(cutlass.max(byte, 0))
                 codes = cute.make_rmem_tensor(2, Int32)
                 for i in cutlass.range_constexpr(2):
                     four = [x[4 * i + j] * factor for j in range(4)]
-                    codes[i] = e4m3x4(*four)
-                    if byte <= 0:  # x may be anything where no key is seen
-                        codes[i] = Int32(0)
+                    codes[i] = e4m3x4(*four) & keep
                     if const_expr(spec.delta_quantized or spec.suffix):
                         quantized = code_values(codes[i])
                     if const_expr(spec.delta_quantized):
@@ -290,8 +286,6 @@ class Prepass:
                     for j in cutlass.range_constexpr(4):
                         delta = delta + four[j] * Float32(outs[part][4 * i + j])
                     if const_expr(spec.suffix):
-                        keys = self.keys_seen(seen, r)
-                        share = sum_l / Float32(keys) * scale_of_byte(byte) if byte > 0 else Float32(0.0)
                         for j in cutlass.range_constexpr(4):
                             weighted[4 * i + j] = weighted[4 * i + j] + share * quantized[j]
                 for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
@@ -308,6 +302,35 @@ class Prepass:
         if tid % 32 == 0:
             peaks[tid // 32], peaks[8 + tid // 32] = top, largest
         self.sum_rows(total, column_sums, sums[0], sums[1], head)
+
+    @cute.jit
+    def row_factors(self, results, place, rows, seen):
+        """Factor on dO of each row of the chunk's tiles, 1 / l or 1; 0 where there is no row, or none that sees a key. Where there is a
+        coherent part to sum, l / K beside it."""
+        tid, _, _ = cute.arch.thread_idx()
+        for r in cutlass.range(tid, QUERY_TILE * place.tiles, THREADS, unroll=1):
+            inverse, share = Float32(0.0), Float32(0.0)
+            if r < place.left:
+                total = results.row_sum[place.head, place.first + r]
+                if total > 0.0:
+                    inverse = self.inverse_sum(total)
+                    if const_expr(self.spec.suffix):
+                        share = total / Float32(self.keys_seen(seen, r))
+            rows.inverses[r] = inverse
+            if const_expr(self.spec.suffix):
+                rows.shares[r] = share
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def row_peak(self, values):
+        """Bits of the largest magnitude of a row as FP32, from its threads' eight BF16 values; a NaN wins."""
+        words = cute.recast_tensor(values, Int32)
+        pair = words[0] & 0x7FFF7FFF
+        for i in cutlass.range_constexpr(1, 4):
+            pair = larger_pair(pair, words[i] & 0x7FFF7FFF)
+        for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
+            pair = larger_pair(pair, cute.arch.shuffle_sync_bfly(pair, offset=1 << i))
+        return cutlass.max(pair & 0x7FFF0000, pair << 16)
 
     def keys_seen(self, seen, row):
         """Keys that a row of the chunk sees. ``seen``: the sequence's, and the chunk's first query minus the sequence's queries."""
@@ -327,7 +350,7 @@ class Prepass:
                 total, m = results.row_sum[place.head, row], results.row_max[place.head, row]
                 e = byte if byte > 0 and byte < 255 else reference
                 if const_expr(results.dlse is not None):
-                    factor = Float32(math.nan) if byte == 255 else self.inverse_sum(total) * inverse_of_byte(e)
+                    factor = Float32(math.nan) if byte == 255 else rows.inverses[r] * inverse_of_byte(e)
                     delta = delta - results.dlse[place.head, row] * factor
                 shift = Float32(e - reference) + float(spec.p_scale_log2)
                 keys = self.keys_seen(seen, r)
@@ -434,6 +457,25 @@ class Prepass:
                 keep = Int32(-1) if r < left else Int32(0)
                 effect([self.place(image, r), two[0] & keep, two[1] & keep], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
             self.send_image(image, target + Int64(tile) * step)
+
+
+def column_of(x, row, head, column):
+    """Address of an element of ``x [rows, heads, D]``, and the distance between rows, in bytes."""
+    size = x.element_type.width // 8
+    return (x.iterator + cute.crd2idx((row, head, column), x.layout)).toint(), Int64(x.stride[0]) * size
+
+
+def eight_values(x, address):
+    """Eight neighbouring elements of ``x``, one load, as they are."""
+    values = cute.make_rmem_tensor(8, x.element_type)
+    pointer = cute.make_ptr(x.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), values)
+    return values
+
+
+def larger_pair(a, b):
+    """The larger of two packed BF16 each; NaN wins."""
+    return Int32(inline_ptx(T.i32(), [a, b], "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r"))
 
 
 def code_values(word):

@@ -118,10 +118,9 @@ def send_rows(spec, lane, staging, rows: Int64, stride: Int32, left: Int32, spli
     at_once = 32 // chunks
     first, source = lane // chunks, staging + lane // chunks * pitch + 16 * (lane % chunks)
     target = rows + Int64(first) * stride + 16 * (lane % chunks)
+    read = [shared_ints(source + at_once * i * pitch, 4) for i in range(16 // at_once)]
     for i in cutlass.range_constexpr(16 // at_once):
-        if const_expr(i % 2 == 0):  # two reads under way; more would spill
-            read = [shared_ints(source + at_once * (i + j) * pitch, 4) for j in range(2)]
-        words = [read[i % 2][j] for j in range(4)]
+        words = [read[i][j] for j in range(4)]
         if const_expr(split):
             words = [pick_pairs(words[j % 2 * 2], words[j % 2 * 2 + 1], "5410" if j < 2 else "7632") for j in range(4)]
         if at_once * i + first < left:
@@ -143,45 +142,37 @@ def store_bf16(spec, w, acc, factor, rows: Int64, stride: Int32, left: Int32):
         send_rows(spec, lane, w.staging, rows + half * staged_row(spec), stride, left, False)
 
 
-def store_mxfp8(spec, w, sums, stride: Int32, left: Int32):
-    """Both gradients as E4M3 rows and E8M0 bytes. ``sums``: (accumulator, factor, address of this warp's rows, address of its blocks'
-    bytes) of each. The maximum of a 32 x 32 block is taken over two warps: one barrier for all. (The peaks of the item before are read:
-    both warps have passed the barrier of the first exponent since.)"""
-    for i, (acc, factor, _, _) in enumerate(sums):
-        block_peaks(spec, w, acc, factor, i, left)
+@cute.jit
+def store_mxfp8(spec, w, which: cutlass.Constexpr, acc, factor, rows: Int64, scales: Int64, stride: Int32, left: Int32):
+    """``acc * factor`` as E4M3 rows at ``rows`` and E8M0 bytes at ``scales``; ``which`` gradient. The maximum of a 32 x 32 block is taken
+    over two warps. (Each gradient has its peaks: those of the item before are read, both warps have passed the other's barrier since.)"""
+    block_peaks(spec, w, acc, factor, which, left)
     cute.arch.barrier(barrier_id=BARRIER_PAIR + w.warp // 2, number_of_threads=64)
-    inverses = block_scales(spec, w, sums, left)
-    for i, (acc, _, rows, _) in enumerate(sums):
-        cute.arch.sync_warp()
-        encode_blocks(spec, w, acc, inverses[i], w.staging)
-        cute.arch.sync_warp()
-        send_rows(spec, pinned(w.lane), w.staging, rows, stride, left, True)
+    inverses = block_scales(spec, w, which, acc, factor, scales, left)
+    cute.arch.sync_warp()
+    encode_blocks(spec, w, acc, inverses, w.staging)
+    cute.arch.sync_warp()
+    send_rows(spec, pinned(w.lane), w.staging, rows, stride, left, True)
 
 
 @cute.jit
-def block_scales(spec, w, sums, left: Int32):
-    """Bytes of the blocks of both gradients to global memory, a lane a block; what each block's sums are multiplied by, for all lanes. The
-    sums of a block that is not finite become 0, as its codes are."""
+def block_scales(spec, w, which: cutlass.Constexpr, acc, factor, scales: Int64, left: Int32):
+    """Bytes of the blocks to global memory, a lane a block; what each block's sums are multiplied by, for all lanes. The sums of a block
+    that is not finite become 0, as its codes are."""
     lane, blocks = pinned(w.lane), spec.head_dim // 32
-    which, x = lane // blocks % 2, lane % blocks
-    at = w.block_peaks + 128 * which + 32 * (w.warp // 2) + 4 * x
+    at = w.block_peaks + 128 * which + 32 * (w.warp // 2) + 4 * (lane % blocks)
     top = cutlass.max(shared_ints(at, 1)[0], shared_ints(at + 16, 1)[0])
     byte = byte_of_amax_bits(top)
-    factor, scales = sums[0][1], sums[0][3]
-    if which == 1:
-        factor, scales = sums[1][1], sums[1][3]
     inverse = inverse_of_byte(byte) * factor  # a power of two times the factor: rounds once, as two products would
     inverse = Float32(0.0) if top == 0 or byte == 255 else inverse  # 2^127 times a large factor is infinite, times 0 NaN
-    if lane < 2 * blocks and w.warp % 2 == 0 and left > 0:
-        effect([scales + x, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
+    if lane < blocks and w.warp % 2 == 0 and left > 0:
+        effect([scales + lane, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
     if cute.arch.vote_any_sync(byte == 255):
-        for i in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(blocks):
-                finite = cute.arch.shuffle_sync(byte, i * blocks + j) != 255
-                acc = sums[i][0]
-                for e in cutlass.range_constexpr(16 * j, 16 * j + 16):
-                    acc[e] = acc[e] if finite else Float32(0.0)
-    return [[cute.arch.shuffle_sync(inverse, i * blocks + j) for j in range(blocks)] for i in range(2)]
+        for x in cutlass.range_constexpr(blocks):
+            finite = cute.arch.shuffle_sync(byte, x) != 255
+            for i in cutlass.range_constexpr(16 * x, 16 * x + 16):
+                acc[i] = acc[i] if finite else Float32(0.0)
+    return [cute.arch.shuffle_sync(inverse, x) for x in range(blocks)]
 
 
 @cute.jit
