@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+FORWARD_READS = ("forward_consumer.py first_tile", "forward_consumer.py mask_tile", "forward_epilogue.py row_numbers")
 HARMLESS = {
     ("backward_main BackwardMain", "backward_compute.py probabilities", "backward_compute.py step"): "Q^T, which products read",
     **{
-        ("forward_kernel Forward", f"forward_consumer.py {access}", f"forward_consumer.py {arrival}"): "V, which products read"
-        for access in ("first_tile", "mask_tile")
+        ("forward_kernel Forward", access, f"forward_consumer.py {arrival}"): "V, which products read"
+        for access in FORWARD_READS
         for arrival in ("consume", "next_tile")
     },
 }

@@ -26,13 +26,16 @@ class Pair:
     reason: str
 
 
-FORWARD, STAGED, WEIGHT, BACKWARD = (
+FORWARD, STAGED, WEIGHT, INPUT, BACKWARD = (
     "forward_kernel Forward",
     "staged StagedNorm",
     "weight_gradient_codes WeightGradientOfCodes",
+    "input_gradient_codes InputGradientOfCodes",
     "backward_main BackwardMain",
 )
 MET = "the lanes that read have met at bar.warp.sync or a named barrier when one of them arrives on {}, which the writer waits for"
+WRITTEN = "each warp of its writers meets at bar.warp.sync, then one lane arrives on {}, which the readers wait for"
+TABLE = "a step's table: " + WRITTEN.format("table")
 REUSE, BULK, PUBLISH, RELAY = "reuse, one arrives", "reuse, bulk, one arrives", "publish, one arrives", "relay, one arrives"
 
 
@@ -63,7 +66,7 @@ PAIRS: tuple[Pair, ...] = (
     _record("copy_warp", "backward_compute.py key_factors"),
     Pair(
         BACKWARD,
-        "backward_compute.py publish",
+        "backward_compute.py store_codes",
         "backward_dq.py agree",
         REUSE,
         "scales of a buffer of dS: " + MET.format("ds_empty"),
@@ -77,20 +80,11 @@ PAIRS: tuple[Pair, ...] = (
         "stage and the copy warp filled it again",
     ),
     Pair(STAGED, "staged.py load", "staged.py read", BULK, "rows of a stage: " + MET.format("empty")),
-    Pair(
-        WEIGHT,
-        "weight_gradient_codes.py tabulate",
-        "weight_gradient_codes.py compute",
-        PUBLISH,
-        "a step's table: its writers meet at bar.warp.sync, one of them arrives on table, which the readers wait for",
-    ),
-    Pair(
-        WEIGHT,
-        "weight_gradient_codes.py tabulate",
-        "weight_gradient_codes.py converted",
-        PUBLISH,
-        "a step's table: its writers meet at bar.warp.sync, one of them arrives on table, which the readers wait for",
-    ),
+    Pair(STAGED, "staged.py emit", "staged.py store_copy", PUBLISH, "a slot of codes: " + WRITTEN.format("word_full")),
+    Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py compute", PUBLISH, TABLE),
+    Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
+    Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py multiply", PUBLISH, TABLE),
+    Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py norm", PUBLISH, TABLE),
     Pair(
         WEIGHT,
         "weight_gradient_codes.py scan",

@@ -17,7 +17,7 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck", "emulator")
 
 def kernel_of(name: str) -> str:
     """``module Class`` of a kernel's entry name."""
-    found = re.search(r"kernel_cutlass_kernel_(?:lp_fa4|fused_ops)(?:sm90|common)?([a-z_0-9]*)([A-Z]\w*?)(?:_object_at|$)", name)
+    found = re.search(r"kernel_cutlass_kernel_(?:\w*?_)?(?:lp_fa4|fused_ops)(?:sm90|common)?([a-z_0-9]*)([A-Z]\w*?)(?:_object_at|$)", name)
     if not found:
         return "probe" if "Probe" in name else name[:80]
     module = found[1].removeprefix("rmsnorm_quantize").removeprefix("gemm_quantize").removeprefix("gemm_norm_backward")
