@@ -13,6 +13,7 @@ lack, and what fails in earnest raises in Python. A report is explained by ``pai
 
 import argparse
 import glob
+import itertools
 import json
 import re
 import shutil
@@ -36,7 +37,7 @@ TOOLS = {
     "synccheck": ["--tool", "synccheck"],
 }
 APART = ("initcheck",)
-"""Tools that take a process for each operation of a case, once and on a smaller batch: they are slow where they report much."""
+"""Tools that take a process for each operation of a case."""
 PROBED = {
     "racecheck": [n for n in PROBES if "bulk store" not in n],
     "initcheck": [n for n in PROBES if "bulk store" in n],
@@ -102,10 +103,10 @@ class Job:
 def jobs(tools: list[str], only: str) -> list[Job]:
     """Everything that is asked for, the longest first."""
     found = []
-    for tool in tools:
-        for case in reversed(CASES):
-            found += [Job(tool, case, i) for i in range(len(CASES[case]))] if tool in APART else [Job(tool, case)]
-        found += [Job(tool, f"probe: {name}") for name in PROBED.get(tool, [])]
+    for case, tool in itertools.product(reversed(CASES), tools):
+        apart = tool in APART or (case == "module" and tool != "emulator")
+        found += [Job(tool, case, i) for i in range(len(CASES[case]))] if apart else [Job(tool, case)]
+    found += [Job(tool, f"probe: {name}") for tool in tools for name in PROBED.get(tool, [])]
     return [job for job in found if only in job.case]
 
 

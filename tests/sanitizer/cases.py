@@ -33,7 +33,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 ``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles; ``other_forms`` is below."""
 LENGTHS = (0, 33, 130, 1, 300)
 FEWER = (130, 0, 1)
-"""For one operation alone."""
+"""For initcheck, which is slow where it reports much, and takes an operation once."""
 SCHEDULES = 4
 """Of the emulator."""
 HELPERS = {
@@ -110,14 +110,13 @@ def other_forms(lengths: tuple[int, ...], place: Any) -> None:
         gemm_norm_backward(k, None, weight, xn, ones[:128].float(), ones, xn, offsets=offsets, backend=place.backend)
 
 
-def operations(name: str, index: int | None, place: Any) -> list[Any]:
+def operations(name: str, index: int | None, place: Any, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
     """Calls of a case, or one of them."""
     import torch
 
     from tests.properties.subjects import Choices, Sample, subjects_at
 
     subjects = {s.name: s for s in subjects_at(place).values()}
-    lengths = LENGTHS if index is None else FEWER
     samples = [Sample(n, 2 + 45 * (i % 3), 2, change="constant" if i == 1 else "") for i, n in enumerate(lengths)]
     calls = []
     for subject, changes in CASES[name] if index is None else CASES[name][index : index + 1]:
@@ -157,15 +156,16 @@ def bulk_stored_set() -> Iterator[None]:
         yield
 
 
-def on_gpu(name: str, index: int | None, rounds: int) -> list[str]:
+def on_gpu(name: str, index: int | None, tool: str) -> list[str]:
     """Run a case; returns the kernels that were compiled."""
     with listing() as kernels:
         import torch
 
         from tests.properties.subjects import HOPPER
 
-        calls = operations(name, index, HOPPER)
-        for _ in range(rounds):
+        once = tool == "initcheck"
+        calls = operations(name, index, HOPPER, FEWER if once else LENGTHS)
+        for _ in range(1 if once else 2):
             for call in calls:
                 call()
         torch.cuda.synchronize()
@@ -212,7 +212,7 @@ def main() -> int:
         print(f"reports: 0\nlanes: {json.dumps(found)}")
     else:
         with bulk_stored_set() if chosen.tool == "initcheck" else contextlib.nullcontext():
-            kernels = on_gpu(chosen.case, chosen.index, 2 if chosen.index is None else 1)
+            kernels = on_gpu(chosen.case, chosen.index, chosen.tool)
     print("kernels: " + json.dumps(sorted(set(kernels))), flush=True)
     return 0
 
