@@ -6,6 +6,7 @@ python -m tests.properties.records --merge RUN.json RUN.json --out benchmarks/re
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def table() -> str:
 
 
 def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Inputs added up, failures of all, the last run's surroundings, and what each run was."""
+    """Inputs added up, failures of all, what each run was, and the last one's surroundings. A process that was stopped by time has tried
+    what it counts; ``unfinished`` names those that no run finished."""
     inputs: dict[str, dict[str, dict[str, int]]] = {}
     for run in runs:
         for place, properties in run["by_property"].items():
@@ -48,9 +50,15 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 found = inputs.setdefault(place, {}).setdefault(about, {})
                 for subject, n in subjects.items():
                     found[subject] = found.get(subject, 0) + n
+    failures = [failure for run in runs for failure in run["failures"]]
+    late = {text.rsplit(": ", 1)[0] for text in failures if re.search(r": (stopped after|not begun)", text)}
+    ended = {
+        name for run in runs for name in run.get("seconds", {}) if not any(text.startswith(f"{name}: stopped") for text in run["failures"])
+    }
     return {
         "place": runs[0]["place"],
-        "failures": [failure for run in runs for failure in run["failures"]],
+        "failures": [text for text in failures if not re.search(r": (stopped after|not begun)", text)],
+        "unfinished": sorted(late - ended),
         "inputs": {place: sum(n for s in kinds.values() for n in s.values()) for place, kinds in inputs.items()},
         "by_property": inputs,
         "runs": [{"commit": r["environment"]["commit"], "inputs": r["inputs"], "seconds": r.get("seconds")} for r in runs],
