@@ -24,7 +24,7 @@ NORMS = {
     "one head's copy, token blocks": dict(lengths=None, shape=[141], columns=128, block=[32, 128], copy_heads=1),
     "square, centred, both atoms": dict(lengths=LENGTHS, columns=96, center=True, axes=[0, 1], capacity=37, int64=True, bad=[1, 3, 60]),
     "token blocks over two slabs": dict(lengths=[31, 129], columns=192, block=[32, 192], dtype="float16", weight_dtype="bfloat16"),
-    "square blocks, read twice": dict(lengths=[5, 33], columns=480, center=True, capacity=3, bad=[1, 9]),
+    "square blocks, read twice": dict(lengths=[3, 14], columns=480, center=True, capacity=3, bad=[1, 9]),
     "blocks of a tile, read again": dict(lengths=[0, 130, 31], columns=64, block=[128, 64], center=True, capacity=3, axes=[1]),
     "dense, FP32, strided rows": dict(lengths=None, shape=[2, 70], columns=32, dtype="float32", strided=True),
     "one dense sequence, static": dict(lengths=None, shape=[65], columns=64, block=[0, 32], center=True, axes=[0]),
@@ -63,8 +63,7 @@ WEIGHTS = {
 
 HEADS = {
     "three heads, one of zeros": dict(rows=37, heads=3, width=32),
-    "not finite": dict(rows=5, heads=2, width=64, bad=True),
-    "rows apart": dict(rows=33, heads=2, width=32, apart=8),
+    "not finite, rows apart": dict(rows=33, heads=2, width=64, bad=True, apart=8),
 }
 
 
