@@ -194,13 +194,13 @@ def flash_attn_func(
     if k.shape[0] != batch:
         raise ValueError(f"k has batch {k.shape[0]} but q has {batch}; they must be equal")
     causal = _check_flash(q, k, v, dropout_p, causal, window_size, softcap, alibi_slopes)
-    each = torch.arange(batch + 1, device=q.device, dtype=torch.int64)
+    offsets_q, offsets_k = _equal_offsets(batch, queries, k.shape[1], q.device)
     out, lse = _flash(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
-        each * queries,
-        each * k.shape[1],
+        offsets_q,
+        offsets_k,
         softmax_scale,
         causal,
         deterministic,
@@ -268,6 +268,15 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name} is {n}; it must be at least 0")
     out, lse = _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, deterministic, backend, config, return_attn_probs)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def _equal_offsets(batch: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 offsets of ``batch`` sequences of ``queries`` and of ``keys`` rows, made on the device; one launch where they are equal."""
+    if torch.compiler.is_compiling() or min(queries, keys) == 0:  # sizes that a graph must not depend on; a step of 0 is none
+        each = torch.arange(batch + 1, device=device, dtype=torch.int64)
+        return each * queries, each * keys
+    offsets = torch.arange(0, (batch + 1) * queries, queries, device=device, dtype=torch.int64)
+    return offsets, offsets if queries == keys else torch.arange(0, (batch + 1) * keys, keys, device=device, dtype=torch.int64)
 
 
 def _flash(
