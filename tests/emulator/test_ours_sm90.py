@@ -34,7 +34,7 @@ BACKWARD = {
     ),
     "more than a chunk of queries, gradient of lse, FP16 dQ": dict(
         lengths=[40], queries=520, heads=1, kv_heads=1, dim=64, shared=False, with_dlse=True,
-        config=dict(grad_format="mxfp8", dq_dtype="float16"),
+        config=dict(grad_format="mxfp8", dq_dtype="float16", dq_scale=4),
     ),
 }  # fmt: skip
 
