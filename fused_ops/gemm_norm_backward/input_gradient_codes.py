@@ -27,6 +27,7 @@ from fused_ops.gemm_norm_backward.config import TILE, InputSpec
 from fused_ops.gemm_norm_backward.input_gradient import (
     HEAD,
     InputGradient,
+    load_generic,
     load_shared,
     run_element,
     store_words,
@@ -38,6 +39,7 @@ from fused_ops.gemm_norm_backward.rows import (
     codes_to_f16,
     float_to_pair,
     fma,
+    generic_of_shared,
     load_byte,
     pair_to_float,
     relative_factor,
@@ -285,9 +287,9 @@ class InputGradientOfCodes(InputGradient):
 
     @cute.jit
     def tabulate(self, io, at, s, bars):
-        """Warps 2 and 3, a row a lane. A table: ``rstd`` (0 past the end), the factor of the row's products, the row's sequence (-1: that
-        of the tile's first row, whose mean lies beside the table); then, a row's side by side, dk's exponents as FP16, relative to the
-        row's largest, and dv's as BF16."""
+        """Warps 2 and 3, a row a lane. A table: ``rstd`` (0 past the end), the factor of the row's products, the row's sequence (its
+        complement if it is that of the tile's first row, whose mean lies beside the table); then, a row's side by side, dk's exponents
+        as FP16, relative to the row's largest, and dv's as BF16."""
         spec = self.spec
         row = 32 * (at.warp - 2) + cute.arch.lane_idx()
         place = cute.make_rmem_tensor(3, Int32)  # the sequence of a tile's first row, where it begins and where it ends
@@ -335,7 +337,7 @@ class InputGradientOfCodes(InputGradient):
             store_word(table + 4 * row, bits_of(scale if inside else Float32(0.0)))
             store_word(table + 4 * (TILE + row), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD))))
             if const_expr(spec.mean):
-                store_word(table + 4 * (2 * TILE + row), b if b != place[0] else Int32(-1))
+                store_word(table + 4 * (2 * TILE + row), b if b != place[0] else b ^ -1)
                 means = cute.make_tensor(s.means + slot * spec.slab, cute.make_layout(spec.slab))
                 for n in cutlass.range_constexpr(spec.slab // 64):
                     means[64 * n + row] = mean[n]
@@ -430,16 +432,20 @@ class InputGradientOfCodes(InputGradient):
         quad = lane % 4
         few = spec.slab // 32
         xs = cute.make_rmem_tensor((4, self.runs, 2), Int32)
-        scale, unit, sequences = [], [], []
+        scale, unit, sequences, bases = [], [], [], [Int64(0), Int64(0)]
         for i in cutlass.range_constexpr(2):
             word = table + 4 * (row + 8 * i)
             scale.append(float_of(load_word(word)))
             unit.append(float_of(load_word(word + 4 * TILE)))
             if const_expr(spec.mean):
                 sequences.append(load_word(word + 8 * TILE))
-        several = False
         if const_expr(spec.mean):
-            several = cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0))
+            # One address for the mean of a row, beside the table or, if the warp has other sequences too, in global memory: a branch at
+            # each load would part the code that the compiler can move, and its other side would not fit the instruction cache.
+            bases = [generic_of_shared(Int32((s.means + (group * spec.slab + 8 * quad)).toint()))] * 2
+            if cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0)):
+                for i in cutlass.range_constexpr(2):
+                    bases[i] = address_of(io.mean, sequences[i] ^ (sequences[i] >> 31), at.column0 + 8 * quad)
         sums = [Float32(0.0), Float32(0.0)]
         ends = tile * TILE + TILE > at.total
         for j in cutlass.range_constexpr(self.subs):
@@ -478,10 +484,7 @@ class InputGradientOfCodes(InputGradient):
                     xf = self.x_of(xs, q, i)
                     means = cute.make_rmem_tensor(8, Float32)
                     if const_expr(spec.mean):
-                        load_shared(s.means + (group * spec.slab + 32 * q + 8 * quad), means)
-                        if several:  # noqa: SIM102 - the first is the warp's
-                            if sequences[i] >= 0:
-                                load_global(address_of(io.mean, sequences[i], at.column0 + 32 * q + 8 * quad), means)
+                        load_generic(bases[i] + 128 * q, means)
                     extra = []
                     if const_expr(spec.dv is not None):
                         for n in cutlass.range_constexpr(2):
@@ -560,13 +563,6 @@ def await_stage(full, stage: Int32, phases: cute.Tensor, ring: cutlass.Constexpr
     the last for its own."""
     cute.arch.mbarrier_wait(full + stage, (phases[ring] >> stage) & 1)
     phases[ring] = phases[ring] ^ (1 << stage)
-
-
-@cute.jit
-def load_global(address: Int64, out: cute.Tensor):
-    """Eight FP32 from global memory."""
-    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), out)
 
 
 def store_word(address, word):
