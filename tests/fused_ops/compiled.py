@@ -70,6 +70,9 @@ def main(arch: str, names: list[str]) -> None:
         variants["mean"] = lambda: _compile_norm_mean(arch, "int64", "bfloat16", "float32", 384, 128, True, True)
         variants["mean of wide rows"] = lambda: _compile_norm_mean(arch, "int32", "bfloat16", "float32", 4096)
         variants["bound"] = lambda: _compile_norm_bound(arch, "float32", 384, 128)
+        from fused_ops.head_quantize.kernel import _compile_head_quantize
+
+        variants["heads"] = lambda: _compile_head_quantize(arch, 128)
         from fused_ops.gemm_quantize.weights import WeightSpec
         from fused_ops.gemm_quantize.weights_kernel import _compile_projection_bound, _compile_projection_weight
 
