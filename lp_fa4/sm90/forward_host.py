@@ -142,6 +142,7 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool) -
         split_keys=split_keys_of(problem),
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
+        together=4 if problem.centred and value == 0 else 1,
         lag=6 if value == 128 else 4,  # with another value ptxas puts most of the exponentials before the hand-over of the turn
     )
 

@@ -4,10 +4,9 @@ An accumulator fragment holds, per thread, rows ``lane // 4`` and ``+ 8`` of its
 ``8 j + 2 (lane % 4) + c``: element ``c + 2 r + 4 j``. All row statistics are in log2 units.
 
 P is relative to ``reference``, which moves only when a score exceeds it by more than a threshold, so that
-``2**(p_log2 + growth) <= 448``. The threshold is wide, so that few tiles move a reference, and a whole tile does not look first: it is
-*assumed* that none moves. The largest P is followed by integer maxima of FP32 bits (P is not negative; three operands an
-instruction), which also give the row's true maximum at the end; a warp that finds one past E4M3's range does its tile again with
-the references moved (``retry`` in ``forward_consumer``). Tiles that a mask may cut look first.
+``2**(p_log2 + growth) <= 448``. The threshold is wide, so that few tiles move a reference. A whole tile's scores become the exponents
+of P in place while P V of the tile before runs (``prepare``); integer maxima of their FP32 bits, three operands an instruction, are
+checked against E4M3's range by a vote of the warp and keep the row's true maximum. Tiles that a mask may cut look for FP32 maxima.
 
 Exponents of V under 32 keys are folded into P (``s + e_v``): the reference then bounds those sums, the row sum takes them out again,
 and the centre is folded alike and bounds the reference too. P of a block may then be far below its largest, so such tiles always look
@@ -24,23 +23,24 @@ from lp_fa4.sm90.forward_config import KEY_TILE
 COLUMN_PAIRS = KEY_TILE // 8
 
 
-LARGEST = 0x43D74000
-"""FP32 bits of 430.5, some way below E4M3's largest, 448: a P above it moves its row's reference."""
+LARGEST = 0x410C0000
+"""FP32 bits of 8.75, some way below the logarithm of E4M3's largest, 448: an exponent above it moves its row's reference."""
 
 
 class RowState:
     """Registers of a thread's two rows; every member is a fragment, mutated in place.
 
-    ``sum``: of unrounded P. ``peak``: bits of the largest P, per thread. ``center``: what is taken off P. (All three in units of
-    ``2**p_log2``.) ``tile_sum``, ``tile_peak``: of a tile that may be done again. ``maximum``: of the scores, per thread, and
-    ``mean``: of the first tile's scores (both folded). ``alpha``: what the last move of the reference multiplies earlier sums by.
+    ``sum``: of unrounded P; ``center``: what is taken off P; ``tile_sum``: of one tile (all in units of ``2**p_log2``). ``peak``: FP32
+    bits of P's largest exponent, per thread: at least ``p_log2`` once a key was seen, since the reference is a score. ``maximum``: of the
+    scores, per thread, and ``mean``: of the first tile's scores (both folded). ``alpha``: what moves of the reference since O was last
+    added to multiply O by; ``move``: the last whole tile's.
     ``exponents``: of V: O's unit and the pending tile's.
     """
 
     def __init__(self):
         self.reference, self.maximum, self.sum, self.mean = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
-        self.alpha, self.center, self.tile_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
-        self.peak, self.tile_peak = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
+        self.alpha, self.center, self.tile_sum, self.move = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
+        self.peak = cute.make_rmem_tensor(2, Int32)
         self.exponents = cute.make_rmem_tensor(2, Float32)
 
 
@@ -136,61 +136,105 @@ def start_state(spec: cutlass.Constexpr, scores, state, scale, exponents, keys: 
         if const_expr(spec.folded):
             state.maximum[r], state.mean[r] = value, mean
         else:
-            state.peak[r], state.center[r] = Int32(0), exp2(mean - reference + spec.p_log2)
+            state.peak[r], state.center[r] = bits_of(high - reference + spec.p_log2), exp2(mean - reference + spec.p_log2)
+
+
+@cute.jit
+def shift_reference(spec: cutlass.Constexpr, state, high: Float32, r: cutlass.Constexpr, growth: cutlass.Constexpr):
+    """Row r's reference moved to ``high``, the tile's largest score of the row, if that exceeds it by ``growth``; ``alpha`` set, what is
+    kept follows. Returns the move."""
+    old = state.reference[r]
+    new = high if high > old + growth else old
+    alpha = exp2(old - new)
+    state.alpha[r], state.reference[r] = state.alpha[r] * alpha, new
+    state.sum[r] = state.sum[r] * alpha
+    if const_expr(not spec.folded):
+        state.center[r] = state.center[r] * alpha
+        state.peak[r] = cutlass.max(bits_of(float_of(state.peak[r]) + (old - new)), bits_of(high - new + spec.p_log2))
+    return old - new
 
 
 @cute.jit
 def move_reference(spec: cutlass.Constexpr, scores, state, scale, exponents, r: cutlass.Constexpr, growth: cutlass.Constexpr):
-    """Row r of a later tile: maxima, the reference moved if they exceed it by ``growth``; ``alpha`` set, what is kept follows."""
+    """Row r of a later tile: maxima, the reference moved if they exceed it by ``growth``."""
     value, high = row_maximum(spec, scores, scale, exponents, r)
     if const_expr(spec.folded):
         state.maximum[r] = cute.arch.fmax(state.maximum[r], value)
     if const_expr(spec.centred and spec.folded):
         high = cute.arch.fmax(high, state.mean[r] + top_exponent(spec, exponents))
-    high = quad_max(high)
-    old = state.reference[r]
-    new = high if high > old + growth else old
-    alpha = exp2(old - new)
-    state.alpha[r], state.reference[r] = alpha, new
-    state.sum[r] = state.sum[r] * alpha
-    if const_expr(not spec.folded):
-        state.center[r] = state.center[r] * alpha
-        state.peak[r] = bits_of(float_of(state.peak[r]) * alpha)
+    shift_reference(spec, state, quad_max(high), r, growth)
+
+
+@cute.jit
+def prepare(spec: cutlass.Constexpr, scores, state, scale):
+    """Scores of a whole tile to the exponents of P, in place, and the references moved where one is past what E4M3 takes: whether any was.
+
+    Integer maxima of FP32 bits order the positive ones, three an instruction; where all are negative any negative result does.
+    """
+    groups = len(scale)
+    tops = [Int32(0), Int32(0)]
+    for r in cutlass.range_constexpr(2):
+        offset = spec.p_log2 - state.reference[r]
+        for q in cutlass.range_constexpr(8):
+            a = 2 * r + 8 * q
+            for i in (a, a + 1, a + 4, a + 5):
+                scores[i] = scores[i] * scale[q * groups // 8] + offset
+            tops[r] = max3(tops[r], bits_of(scores[a]), bits_of(scores[a + 1]))
+            tops[r] = max3(tops[r], bits_of(scores[a + 4]), bits_of(scores[a + 5]))
+    for r in cutlass.range_constexpr(2):
+        state.peak[r] = cutlass.max(state.peak[r], tops[r])
+    moves = cute.arch.vote_any_sync(cutlass.max(tops[0], tops[1]) > LARGEST)
+    if moves:
+        raise_references(spec, scores, state)
+    return moves
+
+
+@cute.jit
+def raise_references(spec: cutlass.Constexpr, scores, state):
+    """References of this warp's rows moved to the tile's maxima; the exponents follow."""
+    for r in cutlass.range_constexpr(2):
+        at = [c + 2 * r + 4 * j for j in range(COLUMN_PAIRS) for c in range(2)]
+        best = [scores[at[i]] for i in range(4)]
+        for i in cutlass.range_constexpr(4, len(at)):
+            best[i % 4] = cute.arch.fmax(best[i % 4], scores[at[i]])
+        top = quad_max(cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3])))
+        shift = shift_reference(spec, state, top + (state.reference[r] - spec.p_log2), r, 0.0)
+        state.move[r] = exp2(shift)
+        for i in at:
+            scores[i] = scores[i] + shift
 
 
 @cute.jit
 def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after, runs: cutlass.Constexpr = 8):
-    """Scores to P (times ``2**p_log2``), P minus the centre to codes; ``tile_sum`` and ``tile_peak`` of P. Scores stay.
+    """Scores to P (times ``2**p_log2``), P minus the centre to codes; ``tile_sum``. ``scale``: None where ``prepare`` has seen the scores.
 
     ``after``: None, or (an FP32 to wait for, a run-time zero): left alone, ptxas may pull the exponentials above the wait for P V, and
     with them the moment when the other warpgroup gets its turn; or all of them in front of what uses them. So a group of four starts
-    behind the codes of the group ``lag`` before it.
+    behind the codes of the group ``lag`` before it (its first does; the rest follow).
 
-    Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order). ``runs``: of 16 keys that hold
-    keys of the sequence; the others' codes are 0, and meet zeros of V.
+    Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order). ``runs``: of 16 keys.
     """
-    groups = len(scale)
     offsets = [spec.p_log2 - state.reference[r] for r in range(2)]
-    if const_expr(after is not None):
-        offsets = [order_after(x, *after) for x in offsets]
     sums = [[Float32(0.0), Float32(0.0)] for _ in range(2)]
-    peaks, made = [Int32(0), Int32(0)], []
+    made = []
     for q in cutlass.range_constexpr(runs):
         for r in cutlass.range_constexpr(2):
             a = 2 * r + 8 * q
-            if const_expr(after is not None and spec.lag > 0 and len(made) >= spec.lag):
-                offsets[r] = order_after(offsets[r], float_of(made[len(made) - spec.lag]), after[1])
-            p = [exp2(scores[i] * scale[q * groups // 8] + offsets[r]) for i in (a, a + 1, a + 4, a + 5)]
+            x = [scores[i] for i in (a, a + 1, a + 4, a + 5)]
+            if const_expr(scale is not None):
+                x = [y * scale[q * len(scale) // 8] + offsets[r] for y in x]
+            if const_expr(after is not None):
+                earlier = float_of(made[len(made) - spec.lag]) if len(made) >= spec.lag else after[0]
+                x[0] = order_after(x[0], earlier, after[1])
+            p = [exp2(y) for y in x]
             for i in cutlass.range_constexpr(4):
                 sums[r][i % 2] = sums[r][i % 2] + p[i]
-            for i in cutlass.range_constexpr(2):
-                peaks[r] = max3(peaks[r], bits_of(p[2 * i]), bits_of(p[2 * i + 1]))
-            made.append(e4m3x4(*[x - state.center[r] if const_expr(spec.centred) else x for x in p]))
+            made.append(e4m3x4(*[y - state.center[r] if const_expr(spec.centred) else y for y in p]))
             codes[r + 2 * q] = made[-1]
     for i in cutlass.range_constexpr(2 * runs, 16):
         codes[i] = Int32(0)
     for r in cutlass.range_constexpr(2):
-        state.tile_sum[r], state.tile_peak[r] = sums[r][0] + sums[r][1], peaks[r]
+        state.tile_sum[r] = sums[r][0] + sums[r][1]
 
 
 @cute.jit
@@ -215,18 +259,10 @@ def exponentiate_folded(spec: cutlass.Constexpr, scores, codes, state, scale, ex
 
 
 @cute.jit
-def over_range(spec: cutlass.Constexpr, state):
-    """Whether a P of this thread's tile is near E4M3's end, or NaN."""
-    return cutlass.max(state.tile_peak[0], state.tile_peak[1]) > LARGEST
-
-
-@cute.jit
 def take_tile(spec: cutlass.Constexpr, state):
     """The tile's sums and peaks into the rows'."""
     for r in cutlass.range_constexpr(2):
         state.sum[r] = state.sum[r] + state.tile_sum[r]
-        if const_expr(not spec.folded):
-            state.peak[r] = cutlass.max(state.peak[r], state.tile_peak[r])
 
 
 @cute.jit
@@ -246,7 +282,7 @@ def maximum_of(spec: cutlass.Constexpr, state, r: cutlass.Constexpr) -> Float32:
     """Largest score of row ``r``."""
     if const_expr(spec.folded):
         return quad_max(state.maximum[r])
-    return log2(quad_max(float_of(state.peak[r]))) + (state.reference[r] - spec.p_log2)
+    return quad_max(float_of(state.peak[r])) + (state.reference[r] - spec.p_log2)
 
 
 @cute.jit
