@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 LOCAL_LIMITS = {
-    ("dx", 384): 96, ("dx", 512): 16, ("dW", 384): 56, ("dW", 512): 4,
+    ("dx", 384): 96, ("dx", 512): 4, ("dW", 384): 56, ("dW", 512): 4,
     ("dx of codes", 384): 16, ("dx of codes", 512): 24, ("dW of codes", 384): 0, ("dW of codes", 512): 0,
 }  # fmt: skip
 """Words parked in local memory, a tile of 64 rows, on Hopper. "dx" and "dW" there: BF16 operands, whose pieces take
@@ -28,8 +28,10 @@ def main(arch: str) -> None:
         from fused_ops.gemm_norm_backward.input_gradient_codes import compile_input_gradient_of_codes
         from fused_ops.gemm_norm_backward.weight_gradient import compile_weight_gradient
         from fused_ops.gemm_norm_backward.weight_gradient_codes import compile_weight_gradient_of_codes
+        from tests.emulator import locations
         from tests.sm90.backward_report import tool
 
+        locations.remember()  # compiles in three quarters of the time
         hopper = arch == "sm_90a"
         for (kernel, size), limit in LOCAL_LIMITS.items():
             of_codes = kernel.endswith("of codes")
