@@ -65,9 +65,9 @@ def test_companions_compile(dtype):
         for static in (False, True):
             recode._compile_recode("sm_90a", dtype, dim, static)
         for x in ("bfloat16", "float16", "float32"):
-            spec = quantize.QuantizeSpec(dim, x, 32, "accumulator", centred=True, sums=True, dots=True, group=2)
-            quantize._compile_quantize("sm_90a", dtype, spec)
-            sequence_vectors._compile_mean("sm_90a", x, dtype, dim)
+            spec = quantize.QuantizeSpec(dim, x, dtype, 32, "accumulator", centred=True, sums=True, dots=True, group=2)
+            quantize._compile_quantize("sm_90a", spec)
+            sequence_vectors._compile_means("sm_90a", dtype, dim, x, x)
         sequence_vectors._compile_sum("sm_90a", dtype, dim)
         forward_merge._compile_merge("sm_90a", dtype, ForwardSpec(dim, split_keys=1024))
     for jagged, shared, split in ((True, False, 0), (False, True, 0), (False, False, 1024)):
