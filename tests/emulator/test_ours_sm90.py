@@ -19,6 +19,7 @@ FORWARD = {
     "causal, grouped heads, head 64": dict(
         lengths=[40, 0, 257, 130], queries=[40, 7, 300, 129], shared=False, causal=True, dim=64, heads=2, kv_heads=1, block=[128, 64]
     ),
+    "groups of whole tiles, head 64": dict(lengths=[780, 5], queries=66, dim=64, heads=1, kv_heads=1, score_std=3.0),
     "pairs of tiles": dict(lengths=[650], queries=70, heads=1, kv_heads=1, block=[128, 128]),
     "square": dict(lengths=[129, 7], queries=130, heads=1, kv_heads=1, block=[32, 32]),
 }
