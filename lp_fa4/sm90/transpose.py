@@ -70,7 +70,7 @@ def _compile_transpose(arch: str, offsets_dtype: str, head_dim: int, order: str)
 def transposed_copy(codes: Tensor, offsets: Tensor, order: str) -> Tensor:
     """Codes ``[T, H, D]`` (uint8, rows 16-byte aligned) to ``[H, D, 32 * (T // 32 + B)]``, uint8; D is 64 or 128.
 
-    ``offsets``: int ``[B + 1]``, B >= 1. ``order``: a key of ``tile_transpose.ORDERS``. Bitwise: codes are moved, not
+    ``offsets``: int ``[B + 1]``. ``order``: a key of ``tile_transpose.ORDERS``. Bitwise: codes are moved, not
     changed. Positions without a token, the slack past ``offsets[-1]`` included, are 0.
     """
     if order not in ORDERS:
@@ -79,6 +79,8 @@ def transposed_copy(codes: Tensor, offsets: Tensor, order: str) -> Tensor:
     batch = offsets.shape[0] - 1
     positions = 32 * group_rows(tokens, batch)
     out = torch.empty(heads, head_dim, positions, dtype=torch.uint8, device=codes.device)
+    if batch == 0:
+        return out.zero_()  # spare rows alone, too few for a tile perhaps: nothing to launch
     if positions and heads:
         compiled = _compile_transpose(arch_of(codes.device), dtype_name(offsets), head_dim, order)
         launch(compiled, codes.device, codes, offsets, out)

@@ -121,3 +121,11 @@ def test_split_counts(jagged, queries, rows, seed, causal):
     assert torch.equal(pieces.row_sum > 0, seen) and torch.equal(pieces.lse.isneginf(), whole.lse.isneginf())
     torch.testing.assert_close(pieces.lse[seen], whole.lse[seen], rtol=0, atol=1e-5)
     near(pieces.centred_out, whole.centred_out, 1e-4, "out")
+
+
+@pytest.mark.parametrize("tail", [0, 32, 127])
+def test_transposed_copy_of_spare_rows_alone(tail):
+    """No sequence, but rows: all zeros, and no launch with an empty grid."""
+    transpose = pytest.importorskip("lp_fa4.sm90.transpose", reason="the kernel stack is an optional dependency")
+    made = transpose.transposed_copy(torch.ones(tail, 2, 64, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), "accumulator")
+    assert made.shape == (2, 64, 32 * (tail // 32)) and not made.any()
