@@ -2,10 +2,14 @@
 
 import ast
 import functools
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.properties import records
+from tests.sanitizer.report import table
 
 HERE = Path(__file__).parent
 TIERS = ("CPU", "emulator", "H200", "two processes")
@@ -62,3 +66,22 @@ def test_named_tests_exist(case):
             assert file.is_file(), f"{case}: {path}"
             assert function in functions(file), f"{case}: {name}"
             assert tier != "H200" or functions(file)[function], f"{case}: {name} does not run on a GPU"
+
+
+def test_tables_are_those_of_the_records():
+    """``python -m tests.properties.records`` and ``python -m tests.sanitizer benchmarks/results/h200/sanitizer.json --table``."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    record = json.loads((HERE.parent / "benchmarks/results/h200/sanitizer.json").read_text(encoding="utf-8"))
+    assert records.table() in text and table(record) in text
+    assert not any(r["failures"] for r in records.load().values())
+
+
+def test_every_failure_has_its_test():
+    """The tests that the page names beside failures found exist."""
+    section = (HERE / "README.md").read_text(encoding="utf-8").split("## Failures found")[1].split("## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "::" in line]
+    assert len(rows) > 10
+    for row in rows:
+        for name in re.findall(r"`([^`]+::[^`]+)`", row):
+            path, _, function = name.partition("::")
+            assert function in functions(HERE / path), name

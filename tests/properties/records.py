@@ -25,6 +25,12 @@ def load() -> dict[str, dict[str, Any]]:
     return {place: json.loads((ROOT / path).read_text(encoding="utf-8")) for place, path in RECORDS.items()}
 
 
+def cell(record: dict[str, Any]) -> str:
+    """Failures that are open, and that were mended since."""
+    mended = len(record.get("mended", {}))
+    return str(len(record["failures"]) or "none") + (f" ({mended} mended)" if mended else "")
+
+
 def table() -> str:
     """Markdown: a line a property, "inputs / operations" in each place, then sums, failures and commits."""
     records = load()
@@ -34,15 +40,15 @@ def table() -> str:
         cells = [found.get(about, {}) for found in by_place.values()]
         lines.append(f"| {about} | " + " | ".join(f"{sum(c.values()):,} / {len(c)}" if c else "-" for c in cells) + " |")
     lines.append("| all | " + " | ".join(f"{sum(record['inputs'].values()):,}" for record in records.values()) + " |")
-    lines.append("| failures | " + " | ".join(str(len(record["failures"]) or "none") for record in records.values()) + " |")
+    lines.append("| failures | " + " | ".join(cell(record) for record in records.values()) + " |")
     commits = [record["environment"]["commit"][:7] for record in records.values()]
     lines.append("| commit | " + " | ".join(commits) + " |")
     return "\n".join(lines)
 
 
-def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def merge(runs: list[dict[str, Any]], mended: dict[str, str]) -> dict[str, Any]:
     """Inputs added up, failures of all, what each run was, and the last one's surroundings. A process that was stopped by time has tried
-    what it counts; ``unfinished`` names those that no run finished."""
+    what it counts; ``unfinished`` names those that no run finished. ``mended``: failures that have been since, and the test of each."""
     inputs: dict[str, dict[str, dict[str, int]]] = {}
     for run in runs:
         for place, properties in run["by_property"].items():
@@ -57,7 +63,8 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "place": runs[0]["place"],
-        "failures": [text for text in failures if not re.search(r": (stopped after|not begun)", text)],
+        "failures": [text for text in failures if not re.search(r": (stopped after|not begun)", text) and text not in mended],
+        "mended": {text: test for text, test in mended.items() if text in failures},
         "unfinished": sorted(late - ended),
         "inputs": {place: sum(n for s in kinds.values() for n in s.values()) for place, kinds in inputs.items()},
         "by_property": inputs,
@@ -69,12 +76,13 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--merge", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--mended", nargs=2, action="append", default=[], metavar=("FAILURE", "TEST"))
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     if not chosen.merge:
         print(table())
         return
-    text = json.dumps(merge([json.loads(path.read_text(encoding="utf-8")) for path in chosen.merge]), indent=1) + "\n"
+    text = json.dumps(merge([json.loads(path.read_text(encoding="utf-8")) for path in chosen.merge], dict(chosen.mended)), indent=1) + "\n"
     chosen.out.write_text(text, encoding="utf-8")
 
 

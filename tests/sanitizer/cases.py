@@ -138,10 +138,15 @@ def bulk_stored_set() -> Iterator[None]:
 
     import torch
 
-    empty = torch.empty
+    empty, like = torch.empty, torch.empty_like
 
     def known(*shape: Any, **options: Any) -> Any:
-        made, caller = empty(*shape, **options), sys._getframe(1).f_code.co_filename
+        return set_if_stored(empty(*shape, **options), sys._getframe(1).f_code.co_filename)
+
+    def known_like(other: Any, **options: Any) -> Any:
+        return set_if_stored(like(other, **options), sys._getframe(1).f_code.co_filename)
+
+    def set_if_stored(made: Any, caller: str) -> Any:
         output = caller.endswith("sm90/forward_host.py") and made.dtype == torch.bfloat16
         backward = caller.endswith("sm90/backward_host.py") and made.dim() == 3
         image = backward and made.dtype == torch.uint8 and made.shape[-1] >= 4096
@@ -152,7 +157,7 @@ def bulk_stored_set() -> Iterator[None]:
         out = a.new_zeros(*a.shape[:-1], b.shape[-1])
         return torch.matmul(a, b, out=out) if not (a.requires_grad or b.requires_grad) else torch.matmul(a, b)
 
-    with mock.patch.object(torch, "empty", known), mock.patch.object(torch.Tensor, "__matmul__", product):
+    with mock.patch.multiple(torch, empty=known, empty_like=known_like), mock.patch.object(torch.Tensor, "__matmul__", product):
         yield
 
 

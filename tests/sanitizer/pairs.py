@@ -119,6 +119,21 @@ def function_of(place: str, kernel: str = "") -> str:
     return place
 
 
+STORED = "bulk store, bulk"
+READS = {
+    ("backward_prepass Prepass", "backward_prepass.py eight_values"): "rows of the centred O, which the forward stores by TMA; initcheck "
+    "does not follow bulk stores, and this tensor was not set before"
+}
+"""Why first reads that ``initcheck`` reports are none, by kernel and place; the probe is ``STORED``."""
+
+
+def explain_read(report: dict[str, Any]) -> str | None:
+    """The explanation of a first read."""
+    if not report["what"].startswith("Uninitialized __global__ memory read"):
+        return None
+    return READS.get((report["kernel"], report.get("function") or function_of(report["place"], report["kernel"])))
+
+
 def explain(report: dict[str, Any]) -> Pair | None:
     """The explanation of a pair of accesses, if there is one."""
     key = (report["kernel"], *report["functions"])
