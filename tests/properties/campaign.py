@@ -5,7 +5,8 @@
     python -m tests.properties.campaign sm_90a OUT.json --examples 4 --jobs 2        # in the emulator; sm_100a too
 
 Inputs are other ones every time. Emulated properties try two at a time, the simplest there is and a random one, and begin no other two
-after ``0.75 --seconds``. The record holds the number of inputs by property and operation, and the tests that failed.
+after ``0.75 --seconds``; with ``--together`` a process has all properties of its operation, whose kernels are then compiled once.
+The record holds the number of inputs by property and operation, and the tests that failed.
 """
 
 import argparse
@@ -23,15 +24,17 @@ from tests.processes import ROOT, environment
 EMULATED = ("sm_90a", "sm_100a")
 
 
-def commands(place: str, examples: int, seconds: float) -> dict[str, list[str]]:
+def commands(place: str, examples: int, seconds: float, together: bool) -> dict[str, list[str]]:
     """A command for each operation, or some, by its name."""
     from tests.properties import test_batches, test_layouts_kernels
     from tests.properties.subjects import SUBJECTS, Place, subjects_at
 
     if place in EMULATED:
-        words = ["tests.properties.emulated", place, "--random", "--exactly", "--seconds", str(0.75 * seconds)]
-        words += ["--examples", "2", "--rounds", str(-(-examples // 2))]
+        words = ["tests.properties.emulated", place, "--random", "--exactly", "--examples", "2", "--rounds", str(-(-examples // 2))]
         names = {s.name: test_batches for s in subjects_at(Place("", "sm90")).values()}
+        if together:
+            return {n: [sys.executable, "-m", *words, "--only", n] for n in (*names, "layouts")}
+        words += ["--seconds", str(0.75 * seconds)]
         without = test_layouts_kernels.HOPPERS_OWN if place != "sm_90a" else ()
         tests = [(n, t) for n, m in {**names, "layouts": test_layouts_kernels}.items() for t in vars(m) if t.startswith("test_")]
         return {f"{n}: {t}": [sys.executable, "-m", *words, "--only", n, "--properties", t] for n, t in tests if t not in without}
@@ -53,6 +56,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3600, help="what has not ended by then is stopped and counts as failed")
+    parser.add_argument("--together", action="store_true", help="emulated: all properties of an operation in one process")
     parser.add_argument("--only", default="", help="operations (emulated: and properties) whose name contains one of these, separated by ;")
     chosen = parser.parse_args()
     from benchmarks.harness import environment as recorded
@@ -62,7 +66,8 @@ def main() -> int:
     running: dict[str, tuple[subprocess.Popen, Any, float]] = {}
     ended: dict[str, float] = {}
     only = chosen.only.split(";")
-    waiting = {n: c for n, c in commands(chosen.place, chosen.examples, chosen.seconds).items() if any(x in n for x in only)}
+    everything = commands(chosen.place, chosen.examples, chosen.seconds, chosen.together)
+    waiting = {n: c for n, c in everything.items() if any(x in n for x in only)}
     waiting = dict(
         sorted(waiting.items(), key=lambda item: ("flash" not in item[0], "PMA" not in item[0], "attention" not in item[0]))
     )  # the longest first

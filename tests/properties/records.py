@@ -19,6 +19,9 @@ RECORDS = {
     "emulated sm_100a": "benchmarks/results/cpu/properties_sm_100a.json",
 }
 
+SHOWN = ("inputs", "seconds")
+"""What a record keeps of each run, beside its commit."""
+
 
 def load() -> dict[str, dict[str, Any]]:
     """Each place's record."""
@@ -48,7 +51,8 @@ def table() -> str:
 
 def merge(runs: list[dict[str, Any]], mended: dict[str, str]) -> dict[str, Any]:
     """Inputs added up, failures of all, what each run was, and the last one's surroundings. A process that was stopped by time has tried
-    what it counts; ``unfinished`` names those that no run finished. ``mended``: failures that have been since, and the test of each."""
+    what it counts; ``unfinished`` names those that no run finished. ``mended``: failures that have been since, and the test of each.
+    A record of runs is taken as they were."""
     inputs: dict[str, dict[str, dict[str, int]]] = {}
     for run in runs:
         for place, properties in run["by_property"].items():
@@ -58,17 +62,19 @@ def merge(runs: list[dict[str, Any]], mended: dict[str, str]) -> dict[str, Any]:
                     found[subject] = found.get(subject, 0) + n
     failures = [failure for run in runs for failure in run["failures"]]
     late = {text.rsplit(": ", 1)[0] for text in failures if re.search(r": (stopped after|not begun)", text)}
+    late |= {name for run in runs for name in run.get("unfinished", [])}
     ended = {
         name for run in runs for name in run.get("seconds", {}) if not any(text.startswith(f"{name}: stopped") for text in run["failures"])
     }
     return {
         "place": runs[0]["place"],
         "failures": [text for text in failures if not re.search(r": (stopped after|not begun)", text) and text not in mended],
-        "mended": {text: test for text, test in mended.items() if text in failures},
-        "unfinished": sorted(late - ended),
+        "mended": {text: test for run in runs for text, test in run.get("mended", {}).items()}
+        | {text: test for text, test in mended.items() if text in failures},
+        "unfinished": sorted(name for name in late - ended if name.split(": ")[0] not in ended),  # an operation's process has all its tests
         "inputs": {place: sum(n for s in kinds.values() for n in s.values()) for place, kinds in inputs.items()},
         "by_property": inputs,
-        "runs": [{"commit": r["environment"]["commit"], "inputs": r["inputs"], "seconds": r.get("seconds")} for r in runs],
+        "runs": [one for r in runs for one in r.get("runs") or [{"commit": r["environment"]["commit"], **{k: r.get(k) for k in SHOWN}}]],
         "environment": runs[-1]["environment"],
     }
 
