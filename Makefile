@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Processes that share the tests. One takes up to 5 GB, with the emulators that it starts.
+WORKERS ?= $(shell awk '/^MemTotal/ { print ($$2 > 12e6 ? 2 : 1) }' /proc/meminfo 2> /dev/null || echo 1)
 export PYTHONPATH := $(CURDIR)
 
 .PHONY: demo test lint clean
@@ -11,7 +13,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m benchmarks train --config configs/train_ml100k.yaml
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
