@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from .ptx import SINK, FloatImm, Imm, Instr, Mem, Not, Pair, Reg, TensorMem, Vec
+from .ptx import SINK, FloatImm, Imm, Instr, Not, Pair, Reg, Vec, registers_of
 
 #: Opcodes whose emitters read and write operands through ``Codegen`` only.
 _ELEMENTWISE = {
@@ -31,16 +31,6 @@ class Block(Reg):
     def __init__(self, cls: Any, rows: list[int], written: bool) -> None:
         super().__init__(cls, -1, f"rows {rows}")
         self.rows, self.written = rows, written
-
-
-def _registers(a: Any) -> list[Reg]:
-    if isinstance(a, Reg):
-        return [a]
-    if isinstance(a, (Vec, Pair, TensorMem)):
-        return [r for x in a.items for r in _registers(x)]
-    if isinstance(a, Mem):
-        return _registers(a.base)
-    return _registers(a.operand) if isinstance(a, Not) else []
 
 
 def _form(a: Any, written: bool) -> Any:
@@ -82,8 +72,8 @@ def grouped(instrs: list[Instr]) -> list[list[Instr]]:
             before.add(ordered)
             ordered = n
         has_destination = not effects or I.parts[0] in ("ld", "ldu")
-        written = {(r.cls, r.idx) for r in _registers(I.args[0])} if has_destination and I.args else set()
-        read = {(r.cls, r.idx) for a in (I.args[1:] if has_destination else I.args) for r in _registers(a)}
+        written = {(r.cls, r.idx) for r in registers_of(I.args[0])} if has_destination and I.args else set()
+        read = {(r.cls, r.idx) for a in (I.args[1:] if has_destination else I.args) for r in registers_of(a)}
         if I.guard is not None:
             read |= {(I.guard.cls, I.guard.idx)} | written
         for key in read:

@@ -40,7 +40,7 @@ from .check_registers import Registers, layout
 from .errors import EmulatorError
 from .memory import CTA_SHIFT, TensorMemory
 from .numerics import i32
-from .ptx import Instr, Mem, Not, Pair, Reg, TensorMem, Vec
+from .ptx import Instr, Mem, Reg, registers_of
 
 MAX_REPORTS = 200
 _WORD_SHIFT = CTA_SHIFT - 2
@@ -251,18 +251,6 @@ class Clock:
             self.tainted, self.taint_key = {r: loads[o] for r, o in after.items()}, moved
 
 
-def _registers(a: Any) -> list[Reg]:
-    if isinstance(a, Reg):
-        return [a]
-    if isinstance(a, (Vec, Pair, TensorMem)):
-        return [r for x in a.items for r in _registers(x)]
-    if isinstance(a, Mem):
-        return _registers(a.base)
-    if isinstance(a, Not):
-        return _registers(a.operand)
-    return []
-
-
 #: straight-line opcodes whose first operand is not a destination
 _NO_DESTINATION = {"st", "fence", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pragma", "discard"}
 
@@ -287,13 +275,13 @@ def _follow(instrs: list[Instr], tainted: set[Any]) -> tuple[list[Any], dict[Any
             except EmulatorError:
                 writes = True
         sources = I.args[1:] if writes else I.args
-        read = [r for a in sources for r in _registers(a)]
+        read = [r for a in sources for r in registers_of(a)]
         if writes and isinstance(I.args[0], Mem):
-            read += _registers(I.args[0])
+            read += registers_of(I.args[0])
         if I.guard is not None:
             read.append(I.guard)
         touched = [(r.cls, r.idx) for r in read if (r.cls, r.idx) in state]
-        written = [(r.cls, r.idx) for r in _registers(I.args[0])] if writes and I.args else []
+        written = [(r.cls, r.idx) for r in registers_of(I.args[0])] if writes and I.args else []
         if touched and base == "mov":  # packing or unpacking: not a use, the value is only renamed
             for w in written:
                 state[w] = state[touched[0]]

@@ -16,21 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from .ptx import Instr, Mem, Not, Pair, Reg, TensorMem, Vec
+from .ptx import Instr, Mem, Reg, Vec, registers_of
 
 _Key = tuple[Any, int]
 
 
 def _registers(a: Any) -> list[_Key]:
-    if isinstance(a, Reg):
-        return [(a.cls, a.idx)]
-    if isinstance(a, (Vec, Pair, TensorMem)):
-        return [r for x in a.items for r in _registers(x)]
-    if isinstance(a, Mem):
-        return _registers(a.base)
-    if isinstance(a, Not):
-        return _registers(a.operand)
-    return []
+    return [(r.cls, r.idx) for r in registers_of(a)]
 
 
 def _is_product(I: Instr) -> bool:

@@ -117,6 +117,17 @@ class Not:
     operand: Any
 
 
+def registers_of(a: Any) -> list[Reg]:
+    """Registers that an operand names, in order."""
+    if isinstance(a, Reg):
+        return [a]
+    if isinstance(a, (Vec, Pair, TensorMem)):
+        return [r for x in a.items for r in registers_of(x)]
+    if isinstance(a, Mem):
+        return registers_of(a.base)
+    return registers_of(a.operand) if isinstance(a, Not) else []
+
+
 class Sink:
     """``_``: a result that is dropped."""
 
