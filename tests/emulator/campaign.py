@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -22,6 +20,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import environment
 
 LENGTHS = [1, 33, 127, 129]
 JAGGED_SM100 = dict(lengths_q=[5, 130, 0, 77], lengths_k=[300, 1, 31, 0])
@@ -107,11 +107,6 @@ def run_case(arch: str, builder: str, arguments: dict[str, Any], waivers: str, s
     return out
 
 
-def versions() -> dict[str, str]:
-    names = ("torch", "numpy", "nvidia-cutlass-dsl", "quack-kernels", "flash-attn-4")
-    return {"python": platform.python_version(), **{n: importlib.metadata.version(n) for n in names}}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arch", choices=[*CASES, "all"])
@@ -140,7 +135,7 @@ def main() -> int:
         for i in wanted:
             got = run_case(args.arch, *CASES[args.arch][i], chosen, lambda text: print(text, file=sys.stderr, flush=True))
             done.append({"number": i, **got})
-        document = {"arch": args.arch, "versions": versions(), "cases": done}
+        document = {"arch": args.arch, "environment": environment(), "cases": done}
     text = json.dumps(document, indent=1)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

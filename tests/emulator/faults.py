@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import environment
+
 from . import api, capture
 from .errors import EmulatorError
 from .kernels import Case
@@ -125,6 +127,7 @@ class Campaign:
         self.log = log or (lambda text: None)
         #: where ``save`` writes what is known so far
         self.out: Path | None = None
+        self.environment = environment()
         self.limit = 20_000_000
         self.everything = False
         self.programs: dict[str, Compiled] = {}
@@ -306,7 +309,7 @@ class Campaign:
             "case": self.name, "arch": self.cases[0].arch, "schedules": [str(s) for s in self.schedules],
             "sites": len(self.sites) + self.unexecuted, "executed": len(executed), "slept_or_act": sum(x.slept or x.acts for x in executed),
             "act": len(acting), "caught_of_acting": sum(bool(x.caught) for x in acting),
-            "caught": sum(bool(x.caught) for x in executed), "each": sites,
+            "caught": sum(bool(x.caught) for x in executed), "environment": self.environment, "each": sites,
         }  # fmt: skip
 
     def save(self) -> None:
@@ -325,6 +328,7 @@ class Campaign:
         out = cls(Case(first["case"], first["arch"], None, lambda: None, lambda value: None), None, schedules)
         out.sites = [Site(**x, executed=True) for d in documents for x in d["each"]]
         out.sites.sort(key=lambda x: (x.kernel, x.unit < 0, x.unit, x.where))
+        out.environment = first["environment"]
         out.unexecuted = sum(d["sites"] - d["executed"] for d in documents)
         return out
 

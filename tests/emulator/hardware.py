@@ -1,18 +1,20 @@
 """The emulator's tie to hardware: kernels of each engine kind, run on a Hopper GPU once, and again here.
 
-On the GPU, ``python -m tests.emulator.hardware FILE`` runs every case and keeps what the kernels returned, with the versions
-that made it. ``test_hardware.py`` runs the same cases on the emulator and compares with that file: bitwise where the order of
+On the GPU, ``python -m tests.emulator.hardware FILE`` runs every case and keeps what the kernels returned, with the commit and the
+versions that made it. ``test_hardware.py`` runs the same cases on the emulator and compares with that file: bitwise where the order of
 additions cannot matter (integers whose sums are exact, conversions), else within a bound that the case states. Inputs are
 drawn on the CPU, so both sides see the same bits.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
-import sys
+import io
+import multiprocessing
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,17 +155,31 @@ def errors(arch: str, *, name: str, fp8_accumulator_bits: int = 0) -> dict[str, 
     return answer
 
 
+def _recorded(name: str) -> bytes:
+    """A case on the GPU of this machine, as a file's bytes (a tensor of another process would have to outlive it)."""
+    gpu, file = torch.device("cuda", 0), io.BytesIO()
+    out = CALLS[name](lambda x: x.to(gpu), contextlib.nullcontext)
+    torch.save({key: value.cpu() for key, value in out.items()}, file)
+    return file.getvalue()
+
+
 def main() -> None:
-    """Record on the GPU of this machine."""
-    gpu = torch.device("cuda", 0)
-    cases = {}
-    for name, call in CALLS.items():
-        out = call(lambda x: x.to(gpu), contextlib.nullcontext)
-        torch.cuda.synchronize()
-        cases[name] = {key: value.cpu() for key, value in out.items()}
-        print(name, {key: list(value.shape) for key, value in cases[name].items()}, flush=True)
-    versions = {p: importlib.metadata.version(p) for p in ("torch", "nvidia-cutlass-dsl", "quack-kernels")}
-    torch.save({"gpu": torch.cuda.get_device_name(gpu), "versions": versions, "cases": cases}, sys.argv[1])
+    """Record on the GPU of this machine: each case in a process of its own, since compiling takes nearly all of the time, and the
+    file written anew after each, so that a run that is cut short has what it finished."""
+    from benchmarks.harness import environment
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--jobs", type=int, default=len(CALLS), help="processes at a time")
+    chosen = parser.parse_args()
+    document: dict[str, Any] = {"environment": environment("cuda"), "cases": {}}
+    with futures.ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(_recorded, name): name for name in CALLS}
+        for done in futures.as_completed(running):
+            name = running[done]
+            document["cases"][name] = torch.load(io.BytesIO(done.result()), weights_only=True)
+            print(name, {key: list(value.shape) for key, value in document["cases"][name].items()}, flush=True)
+            torch.save(document, chosen.file)
 
 
 if __name__ == "__main__":
