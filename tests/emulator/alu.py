@@ -14,7 +14,6 @@ from .codegen import SIZE_OF_TYPE, VIEW_OF_TYPE, Codegen, alu, only
 from .ptx import SINK, FloatImm, Imm, Instr, Mem, Pair, Reg, Sym, Vec
 
 _INT = "u16 s16 u32 s32 u64 s64 b16 b32 b64"
-_ROUND = "rn rz rm rp"
 _WIDE = {"H": ("U", "u32"), "h": ("S", "i32"), "U": ("D", "u64"), "S": ("L", "i64")}
 
 
@@ -419,16 +418,15 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
         raise I.unsupported("form of cvt")
     d, s = types
     mode = next((m for m in ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi") if m in I.parts), None)
-    if d in ("e4m3x2", "e5m2x2") and s == "f32":
+    if d in ("e4m3x2", "e5m2x2") and s in ("f32", "f16x2"):
         if mode != "rn" or "satfinite" not in I.parts:
             raise I.unsupported("rounding of cvt to FP8")
-        return c.assign(A[0], f"N.f32_to_fp8x2('{d[:4]}',{c.val(A[1], 'F')},{c.val(A[2], 'F')})", "H")
-    if d in ("e4m3x2", "e5m2x2") and s == "f16x2":
-        if mode != "rn" or "satfinite" not in I.parts:
-            raise I.unsupported("rounding of cvt to FP8")
-        v, f = c.val(A[1], "U"), f"N.f32_to_{d[:4]}"
-        lo, hi = (f"{f}({x}.astype(u16).view(f16).astype(f32))" for x in (v, f"({v}>>u32(16))"))
-        return c.assign(A[0], f"({hi}.astype(u16)<<u16(8))|{lo}", "H")
+        if s == "f32":
+            hi, lo = (c.val(x, "F") for x in A[1:3])
+        else:
+            v = c.val(A[1], "U")
+            hi, lo = (f"{x}.astype(u16).view(f16).astype(f32)" for x in (f"({v}>>u32(16))", v))
+        return c.assign(A[0], f"N.f32_to_fp8x2('{d[:4]}',{hi},{lo})", "H")
     if d == "ue8m0x2" and s == "f32":
         if mode not in ("rz", "rp"):
             raise I.unsupported("rounding of cvt to ue8m0")

@@ -124,36 +124,33 @@ def run(
     return machine
 
 
+def _launching(function: Callable[[], Any], arch: str, handler: Callable[[Launch], Any]) -> Any:
+    """The value of ``function`` on the emulated device; ``handler`` gets its launches."""
+    runtime = capture.install(arch)
+    previous, runtime.handler = runtime.handler, handler
+    capture.device_memory.clear()
+    try:
+        with hostpatch.device(arch):
+            return function()
+    finally:
+        runtime.handler = previous
+
+
 def call_under(function: Callable[[], Any], arch: str, chosen: Schedule, **options: Any) -> tuple[Any, Result]:
     """Run ``function`` on the emulated device under one schedule; returns its value and the ``Result``."""
-    runtime = capture.install(arch)
     result = Result(chosen)
 
     def handler(launch: Launch) -> None:
         result.launches.append(launch)
         result.machines.append(run(launch, capture.device_memory.extents, chosen, **options))
 
-    previous, runtime.handler = runtime.handler, handler
-    capture.device_memory.clear()
-    try:
-        with hostpatch.device(arch):
-            value = function()
-    finally:
-        runtime.handler = previous
-    return value, result
+    return _launching(function, arch, handler), result
 
 
 def record(function: Callable[[], Any], arch: str) -> tuple[Any, list[tuple[Launch, list[tuple[int, int]]]]]:
     """Run ``function`` without executing kernels; returns its value and the launches with their extents."""
-    runtime = capture.install(arch)
     out: list[tuple[Launch, list[tuple[int, int]]]] = []
-    previous, runtime.handler = runtime.handler, lambda launch: out.append((launch, list(capture.device_memory.extents)))
-    capture.device_memory.clear()
-    try:
-        with hostpatch.device(arch):
-            value = function()
-    finally:
-        runtime.handler = previous
+    value = _launching(function, arch, lambda launch: out.append((launch, list(capture.device_memory.extents))))
     return value, out
 
 

@@ -203,9 +203,7 @@ class Clock:
     def fence(self, g: Any, I: Instr) -> None:
         parts = I.parts
         if "proxy" in parts:
-            if "tensormap::generic" in parts:
-                self.checker.tensormap_fence(g, I)
-            elif any(p.split("::")[0].split(".")[0] == "async" for p in parts) and "global" not in parts:
+            if any(p.split("::")[0].split(".")[0] == "async" for p in parts) and "global" not in parts:
                 if I.index in self.checker.machine.muted:
                     return
                 touched, own = self.checker.generic_touches, self.checker.fenced_by[self.gang.cta.rank]
@@ -336,7 +334,6 @@ class Checker:
         self.fence_marks: list[tuple[int, int, int]] = []
         self.taint_cache: dict[Any, Any] = machine.compiled.__dict__.setdefault("taint_cache", {})
         self.seen: set[Any] = set()
-        self.tensormaps: dict[int, Any] = machine.__dict__.setdefault("tensormap_writes", {})
         #: latest epoch of each agent's generic accesses of shared memory (0: none, an asynchronous agent)
         self.generic_touches = np.zeros(self.capacity, i32)
         #: arrivals from outside a CTA on its barriers: the latest of each barrier, agent and site
@@ -731,28 +728,6 @@ class Checker:
         c = g.clock
         for idx in self._columns(g.cta.rank, 15, column, n):
             self._access(self.tmem, "tmem", idx, c.vc, c.agent, int(c.vc[0, c.agent]), True, False, g, I, self.site(g, I), True)
-
-    # --- TMA descriptors changed by the kernel ---------------------------------------------------------------------------
-    def tensormap_fence(self, g: Any, I: Instr) -> None:
-        """``fence.proxy.tensormap::generic``: acquire makes descriptor writes visible to this warp's TMA operations."""
-        if "acquire" in I.parts:
-            g.state.setdefault("tensormap_acquired", set()).update(self.tensormaps)
-
-    def tensormap_written(self, g: Any, I: Instr, address: int, released: bool) -> None:
-        self.tensormaps[address] = (g, I, released)
-        for gang in self.cluster.gangs:
-            gang.state.get("tensormap_acquired", set()).discard(address)
-
-    def descriptor_used(self, g: Any, I: Instr, address: int) -> None:
-        written = self.tensormaps.get(address)
-        if written is None:
-            return
-        writer, first, released = written
-        if not released or address not in g.state.get("tensormap_acquired", ()):
-            self.report(
-                "TMA descriptor used before its change is visible", f"descriptor {address:#x}", writer.where(first), g.where(I),
-                "fence.proxy.tensormap::generic, release after the change and acquire before the use", (first.index, I.index),
-            )  # fmt: skip
 
     # --- exit ----------------------------------------------------------------------------------------------------------
     def finish(self) -> None:

@@ -39,18 +39,9 @@ class _Stream:
     device_index = 0
 
 
-def keep_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor that the host code compiled as a CPU tensor; it is passed on as it is."""
-    tensor._emulator_host = True  # type: ignore[attr-defined]
-    return tensor
-
-
 def convert(x: Any) -> Any:
     """CPU tensors in ``x`` (nested tuples and lists) → device tensors."""
     if isinstance(x, torch.Tensor):
-        if getattr(x, "_emulator_host", False):
-            capture.device_memory.register(x)
-            return x
         return capture.device_memory.as_device(x)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*map(convert, x))

@@ -47,6 +47,29 @@ def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causa
 
 
 # --- flash-attn-4 --------------------------------------------------------------------------------------------------
+def _calls(function: Callable[..., Any], *operands: torch.Tensor) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """A case's two: compile ``function`` under ``FakeTensorMode``, and call it."""
+
+    def prepare() -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            function(*map(_fake, operands))
+
+    return prepare, lambda: function(*operands)
+
+
+def _gradients(wanted: list[torch.Tensor]) -> Callable[[Any], None]:
+    """A case's comparison of dQ, dK and dV."""
+
+    def verify(value: Any) -> None:
+        for name, x, y in zip(("dq", "dk", "dv"), value, wanted, strict=True):
+            # P, dS and the result are rounded to bf16; dk and dv of a group sum over its heads
+            close(name, x, y, 0.006 * max(1.0, y.abs().max().item()) + 0.004)
+
+    return verify
+
+
 def fa4_forward(
     arch: str,
     sq: int,
@@ -77,19 +100,13 @@ def fa4_forward(
 
         return _flash_attn_fwd(*tensors, causal=causal, return_lse=True)[:2]
 
-    def prepare() -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():
-            forward(*(_fake(x) for x in (q, k, v)))
-
     def verify(value: Any) -> None:
         # a few keys decide a row: |out| up to 4, so the bound follows the scale of bf16 rounding
         close("out", value[0], out, 0.02 if causal or growing else 0.005)
         close("lse", value[1], lse, 1e-4)
 
     name = f"fa4 forward {batch}x{sq}x{sk} h{heads}/{kv_heads} d{dim}{' causal' if causal else ''}{' growing' if growing else ''}"
-    return Case(name, arch, prepare, lambda: forward(q, k, v), verify)
+    return Case(name, arch, *_calls(forward, q, k, v), verify)
 
 
 def fa4_varlen_forward(arch: str, lengths_q: list[int], lengths_k: list[int], *, heads: int = 1, kv_heads: int = 1, dim: int = 128) -> Case:
@@ -112,12 +129,6 @@ def fa4_varlen_forward(arch: str, lengths_q: list[int], lengths_k: list[int], *,
             q, k, v, cu_seqlens_q=cq, cu_seqlens_k=ck, max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k), return_lse=True
         )[:2]
 
-    def prepare() -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():
-            forward(*(_fake(x) for x in (q, k, v, cq, ck)))
-
     def verify(value: Any) -> None:
         for b, (nq, nk) in enumerate(zip(lengths_q, lengths_k, strict=True)):
             rows, keys = slice(int(cq[b]), int(cq[b + 1])), slice(int(ck[b]), int(ck[b + 1]))
@@ -132,9 +143,8 @@ def fa4_varlen_forward(arch: str, lengths_q: list[int], lengths_k: list[int], *,
             close(f"out of sequence {b}", value[0][rows], out[0], 0.02)
             close(f"lse of sequence {b}", value[1][:, rows], lse[0], 1e-4)
 
-    return Case(
-        f"fa4 varlen forward q{lengths_q} k{lengths_k} h{heads}/{kv_heads} d{dim}", arch, prepare, lambda: forward(q, k, v, cq, ck), verify
-    )
+    name = f"fa4 varlen forward q{lengths_q} k{lengths_k} h{heads}/{kv_heads} d{dim}"
+    return Case(name, arch, *_calls(forward, q, k, v, cq, ck), verify)
 
 
 def fa4_backward(arch: str, sq: int, sk: int, *, heads: int = 1, kv_heads: int | None = None, dim: int = 128, causal: bool = False) -> Case:
@@ -159,19 +169,8 @@ def fa4_backward(arch: str, sq: int, sk: int, *, heads: int = 1, kv_heads: int |
 
     operands = (q, k, v, out, dout, lse)
 
-    def prepare() -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():
-            backward(*(_fake(x) for x in operands))
-
-    def verify(value: Any) -> None:
-        for name, x, y in zip(("dq", "dk", "dv"), value, grads, strict=True):
-            # P, dS and the result are rounded to bf16; dk and dv of a group sum over its heads
-            close(name, x, y, 0.006 * max(1.0, y.abs().max().item()) + 0.004)
-
     name = f"fa4 backward {sq}x{sk} h{heads}/{kv_heads} d{dim}{' causal' if causal else ''}"
-    return Case(name, arch, prepare, lambda: backward(*operands), verify)
+    return Case(name, arch, *_calls(backward, *operands), _gradients(grads))
 
 
 def fa4_varlen_backward(arch: str, lengths_q: list[int], lengths_k: list[int], *, heads: int = 1, dim: int = 128) -> Case:
@@ -206,17 +205,7 @@ def fa4_varlen_backward(arch: str, lengths_q: list[int], lengths_k: list[int], *
             q, k, v, o, do, lse, cu_seqlens_q=cq, cu_seqlens_k=ck, max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k)
         )[:3]
 
-    def prepare() -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():
-            backward(*(_fake(x) for x in operands))
-
-    def verify(value: Any) -> None:
-        for name, x, y in zip(("dq", "dk", "dv"), value, grads, strict=True):
-            close(name, x, y, 0.006 * max(1.0, y.abs().max().item()) + 0.004)
-
-    return Case(f"fa4 varlen backward q{lengths_q} k{lengths_k} h{heads} d{dim}", arch, prepare, lambda: backward(*operands), verify)
+    return Case(f"fa4 varlen backward q{lengths_q} k{lengths_k} h{heads} d{dim}", arch, *_calls(backward, *operands), _gradients(grads))
 
 
 # --- Quack ---------------------------------------------------------------------------------------------------------

@@ -250,7 +250,6 @@ class Machine:
         for cluster in self.resident:
             cluster.release()
         self.resident, self.pending, self.async_queues = [], deque(), {}
-        self.__dict__.pop("tensormap_writes", None)
         self.scheduler = self.column_hook = None
 
     def run(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import MemoryFaultError
-from .numerics import i64, u8, u32
+from .numerics import u8, u32
 from .ptx import Instr
 
 if TYPE_CHECKING:
@@ -285,10 +285,6 @@ def swizzle(a: np.ndarray, mode: int) -> np.ndarray:
     if mode == 1:
         return a ^ (((a >> 7) & 1) << 4)
     return a
-
-
-def as_addresses(values: Any) -> np.ndarray:
-    return np.asarray(values, i64)
 
 
 class _Whole16:

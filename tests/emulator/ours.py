@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import pkgutil
 import sys
@@ -23,6 +24,8 @@ from .kernels import Case
 
 #: packages whose modules hold ``arch_of``, ``launch`` and ``multiprocessors`` by name
 _PACKAGES = {"sm_90a": ("lp_fa4.sm90",), "sm_100a": ("lp_fa4.sm100",), "sm_103a": ("lp_fa4.sm100",)}
+#: what an architecture's kernels are called where a backend is chosen
+BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
 
 
 def _modules(arch: str) -> list[Any]:
@@ -77,6 +80,47 @@ def emulated(schedule: Schedule, arch: str = "sm_90a", *, multiprocessors: int =
 
     with host(arch, multiprocessors), contextlib.ExitStack() as stack:
         _patched(stack, arch, {"launch": launch})
+        yield result
+
+
+@functools.cache
+def import_everything() -> None:
+    """Modules that a call would first import while names are replaced would keep what they found then."""
+    for name in ("lp_fa4", "fused_ops", "modules"):
+        package = importlib.import_module(name)
+        for info in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if info.name != "modules.torchrec":
+                importlib.import_module(info.name)
+
+
+@contextlib.contextmanager
+def chosen(arch: str) -> Iterator[None]:
+    """Public functions on CPU tensors take the kernels of ``arch`` or raise: nothing is the reference's in silence, of a module's
+    operations neither."""
+    import_everything()
+    dispatch, backend = importlib.import_module("lp_fa4.dispatch"), importlib.import_module("fused_ops.backend")
+    here, choose = BACKENDS[arch], backend.choose
+
+    def only(name: str, device: Any) -> str:
+        return "" if name == here else f"{name} is not emulated here"
+
+    def always(what: str, device: Any, name: str, reason: Any) -> Any:
+        """A module leaves the choice to each operation, which would take the reference for CPU tensors."""
+        return choose(what, device, here if name == "auto" else name, reason)
+
+    with contextlib.ExitStack() as stack:
+        for module in (dispatch, backend):
+            stack.enter_context(mock.patch.object(module, "device_reason", only))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fused_ops.") and getattr(module, "choose", None) is choose and module is not backend:
+                stack.enter_context(mock.patch.object(module, "choose", always))
+        yield
+
+
+@contextlib.contextmanager
+def served(schedule: Schedule, arch: str, **options: Any) -> Iterator[Result]:
+    """``chosen`` and ``emulated``: calls on CPU tensors run the kernels of ``arch`` under ``schedule``."""
+    with chosen(arch), emulated(schedule, arch, **options) as result:
         yield result
 
 

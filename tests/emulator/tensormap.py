@@ -1,6 +1,6 @@
 """TMA descriptors (CUtensorMap) as CuTe encodes them, decoded from their 128 bytes.
 
-The layout is not documented; it was recovered by encoding known tensors and comparing words, and ``test_tensormap.py``
+The layout is not documented; it was recovered by encoding known tensors and comparing words, and ``test_capture.py``
 encodes such tensors again, so a DSL version that moves a bit is noticed. CuTe writes the first 64 bytes only.
 
 ==========  =====================================================================================================

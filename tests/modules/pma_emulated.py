@@ -4,17 +4,13 @@ Every operation is told to run as that architecture's kernel or to raise, so tha
 ``python -m tests.modules.pma_emulated``: the steps of ``STEPS`` on ``sm_100a``, one JSON line each.
 """
 
-import contextlib
-import importlib
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
-from tests.emulator.api import Result, Schedule
+from tests.emulator.api import Schedule
+from tests.emulator.ours import served
 from tests.emulator.waivers import OURS_SM90
 
 LENGTHS = [33, 0, 70, 1]
@@ -24,27 +20,6 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 """Training steps that take every operation's kernel for Blackwell: heads of 64 with 32 x 32 blocks and E4M3 weights; a head of 128 with
 token blocks, BF16 weights and a value projection."""
-
-
-@contextlib.contextmanager
-def kernels(arch: str, schedule: Schedule) -> Iterator[Result]:
-    """Calls on CPU tensors go to the kernels of ``arch``, which the emulator runs with the race checker; yields its result."""
-    from lp_fa4 import dispatch
-    from tests.emulator.ours import emulated
-
-    backend = importlib.import_module("fused_ops.backend")
-    family = "sm90" if arch == "sm_90a" else "sm100"
-    only = lambda name, device: "" if name == family else f"{name} is not emulated here"  # noqa: E731
-    choose = backend.choose
-    always = lambda op, device, name, reason: choose(op, device, family if name == "auto" else name, reason)  # noqa: E731
-    importlib.import_module("modules")
-    with contextlib.ExitStack() as stack:
-        for module in (dispatch, backend):
-            stack.enter_context(mock.patch.object(module, "device_reason", only))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("fused_ops.") and getattr(module, "choose", None) is choose and module is not backend:
-                stack.enter_context(mock.patch.object(module, "choose", always))
-        yield stack.enter_context(emulated(schedule, arch, check=True, waivers=OURS_SM90))
 
 
 def short(name: str) -> str:
@@ -78,7 +53,7 @@ def compare(
     x, offsets = batch(lengths, extra=5, dim=dim, dtype=torch.bfloat16, offsets_dtype=torch.int32)
     torch.use_deterministic_algorithms(False)  # the reducing kernels, as a user runs them
     module = make(**shape)
-    with kernels(arch, Schedule(schedule)) as result:
+    with served(Schedule(schedule), arch, check=True, waivers=OURS_SM90) as result:
         got = run(module, x, offsets)
     want = run(make(**shape, backend="reference"), x, offsets)
     truth = exact(module, x, offsets)

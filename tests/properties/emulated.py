@@ -10,59 +10,33 @@ A process of its own: the DSL fixes its target at the first import, so nothing m
 import argparse
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import os
-import pkgutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from tests.emulator import capture, waivers
 
 if TYPE_CHECKING:
     from tests.properties import subjects
 
-BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+ARCHS = ("sm_90a", "sm_100a")
 _turns = itertools.count()
-
-
-@functools.cache
-def import_everything() -> None:
-    """Modules that a call would first import while names are replaced would keep what they found then."""
-    for name in ("lp_fa4", "fused_ops", "modules"):
-        package = importlib.import_module(name)
-        for info in pkgutil.walk_packages(package.__path__, f"{name}."):
-            if info.name != "modules.torchrec":
-                importlib.import_module(info.name)
 
 
 @contextlib.contextmanager
 def emulating(arch: str) -> Iterator[None]:
     """Calls on CPU tensors go to the kernels of ``arch``; every call is run under another schedule."""
-    from lp_fa4 import dispatch
     from tests.emulator.api import Schedule
-    from tests.emulator.ours import emulated
+    from tests.emulator.ours import served
 
-    import_everything()
-    served, backend = BACKENDS[arch], importlib.import_module("fused_ops.backend")
-    only = lambda name, device: "" if name == served else f"{name} is not emulated here"  # noqa: E731
-    choose = backend.choose
-    # a module leaves the choice to each operation, which would take the reference for CPU tensors
-    always = lambda what, device, name, reason: choose(what, device, served if name == "auto" else name, reason)  # noqa: E731
-    with contextlib.ExitStack() as stack:
-        for module in (dispatch, backend):
-            stack.enter_context(mock.patch.object(module, "device_reason", only))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("fused_ops.") and getattr(module, "choose", None) is choose and module is not backend:
-                stack.enter_context(mock.patch.object(module, "choose", always))
-        turn = next(_turns)
-        schedule = Schedule(("eager", "pct", "lazy", "random")[turn % 4], turn)
-        stack.enter_context(emulated(schedule, arch, multiprocessors=2, check=True, waivers=waivers.OURS))
+    turn = next(_turns)
+    schedule = Schedule(("eager", "pct", "lazy", "random")[turn % 4], turn)
+    with served(schedule, arch, multiprocessors=2, check=True, waivers=waivers.OURS):
         yield
 
 
@@ -70,10 +44,12 @@ def place_of(arch: str, narrow: bool) -> "subjects.Place":
     """The emulated device: one head of 64, BF16."""
     import torch
 
+    from tests.emulator.ours import BACKENDS
     from tests.properties import subjects
 
-    name, backend = f"emulated {arch}", BACKENDS[arch]
-    return subjects.Place(name, backend, heads=1, dim=64, dtypes=(torch.bfloat16,), around=lambda: emulating(arch), narrow=narrow)
+    return subjects.Place(
+        f"emulated {arch}", BACKENDS[arch], heads=1, dim=64, dtypes=(torch.bfloat16,), around=lambda: emulating(arch), narrow=narrow
+    )
 
 
 def tests_of(
@@ -153,7 +129,7 @@ def reports(arch: str, **options: Any) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("arch", choices=sorted(BACKENDS))
+    parser.add_argument("arch", choices=ARCHS)
     parser.add_argument("--examples", type=int, default=4, help="inputs a property and operation; the first is always the simplest one")
     parser.add_argument("--random", action="store_true", help="other inputs every time")
     parser.add_argument("--only", default="", help="operations whose name contains this, or several, separated by commas")

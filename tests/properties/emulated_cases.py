@@ -1,33 +1,24 @@
 """Cases of emulated kernels for ``tests.emulator.worker`` (``Worker.call``): launches of very many samples, and long uniform attention."""
 
-import importlib
 from collections.abc import Callable
-from contextlib import ExitStack
-from unittest import mock
 
 import torch
 
-from lp_fa4 import dispatch, flash_attn_varlen_func, quantize_mx
+from lp_fa4 import flash_attn_varlen_func, quantize_mx
 from lp_fa4.compile import compile_count
-from tests.properties.emulated import BACKENDS, emulating, import_everything
+from tests.emulator.ours import BACKENDS, chosen, host
+from tests.properties.emulated import emulating
 
 
 def launches(arch: str, samples: list[int]) -> dict[str, dict[str, list]]:
     """Of each operation: grids of all its launches for so many samples, two of which have an event, and how many kernels had been compiled
     after each number of samples. The launches are recorded, not run."""
     from tests.emulator import api
-    from tests.emulator.ours import host
 
-    import_everything()
-    backend = BACKENDS[arch]
     found: dict[str, dict[str, list]] = {}
-    only = lambda name, device: "" if name == backend else "not here"  # noqa: E731
-    with ExitStack() as stack:
-        for module in (dispatch, importlib.import_module("fused_ops.backend")):
-            stack.enter_context(mock.patch.object(module, "device_reason", only))
-        stack.enter_context(host(arch, 2))
+    with chosen(arch), host(arch, 2):
         for count in samples:
-            for name, call in _calls(count, backend).items():
+            for name, call in _calls(count, BACKENDS[arch]).items():
                 _, made = api.record(call, arch)
                 entry = found.setdefault(name, {"grids": [], "compiled": []})
                 entry["grids"] += [list(launch.grid) for launch, _ in made]

@@ -65,6 +65,15 @@ def near(got: torch.Tensor, want: torch.Tensor, allowed: float, what: str) -> No
     assert found <= allowed * size + 1e-12, f"{what}: {found / max(size, 1e-300):.2e} of its energy"
 
 
+def all_bits(got: list[dict], shared: dict, want: list[dict], other: dict) -> None:
+    """Every result of every sample, and those that samples share, is the other run's bit for bit."""
+    for b, (part, whole) in enumerate(zip(got, want, strict=True)):
+        for key in whole:
+            same_bits(part[key], whole[key], f"sample {b}: {key}")
+    for key in other:
+        same_bits(shared[key], other[key], key)
+
+
 def same(got: dict, want: dict, name: str, what: str, *, how: Choices | None = None, shared: bool = False) -> None:
     """Every bit.
 
@@ -175,11 +184,7 @@ def test_views_and_widths(name, batch, how):
     plain = replace(how, strided=False, wide_offsets=False, deterministic=True)
     got, shared = SUBJECTS[name](batch, 2, replace(plain, strided=True, wide_offsets=True))
     want, other = SUBJECTS[name](batch, 2, plain)
-    for b, (part, whole) in enumerate(zip(got, want, strict=True)):
-        for key in whole:
-            same_bits(part[key], whole[key], f"sample {b}: {key}")
-    for key in other:
-        same_bits(shared[key], other[key], key)
+    all_bits(got, shared, want, other)
 
 
 @every_subject
@@ -195,11 +200,7 @@ def test_fresh_memory(name, batch, tail, how):
             results.append(SUBJECTS[name](batch, tail, how))
     want, other = results[0]
     for got, shared in results[1:]:
-        for b, (part, whole) in enumerate(zip(got, want, strict=True)):
-            for key in whole:
-                same_bits(part[key], whole[key], f"sample {b}: {key}")
-        for key in other:
-            same_bits(shared[key], other[key], key)
+        all_bits(got, shared, want, other)
 
 
 @every_subject

@@ -29,9 +29,8 @@ MODES: dict[str, dict] = {
 }
 
 
-def row(name: str, queries: int, keys: list[int]) -> dict:
-    """Arguments of ``backward_cases.case`` for one mode at ``queries`` rows a sequence."""
-    mode = MODES[name]
+def row(mode: dict, queries: int, keys: list[int]) -> dict:
+    """Arguments of ``backward_cases.case`` for a mode at ``queries`` rows a sequence."""
     problem_of = {"keys": keys, "heads": 1, **mode["problem_of"]}
     if problem_of.pop("dense", False):
         problem_of["queries"] = [queries] * len(keys)
@@ -42,4 +41,4 @@ def row(name: str, queries: int, keys: list[int]) -> dict:
 
 def case_of(arch: str, name: str, queries: int, keys: str) -> Case:
     """One row on one list of ``KEYS`` as a case."""
-    return case(arch, **row(name, queries, KEYS[keys]))
+    return case(arch, **row(MODES[name], queries, KEYS[keys]))

@@ -15,17 +15,8 @@ MODES["static"] = {"problem_of": {"mean": True, **STATIC}, "config": {"grad_form
 MODES["wide_blocks"] = {"problem_of": {"dense": True, "blocks": ((32, 128), (128, 128), (128, 128))}}
 
 
-def row(name: str, queries: int, keys: list[int]) -> dict:
-    """Arguments of ``backward_cases.case`` for one mode at ``queries`` rows a sequence."""
-    mode = MODES[name]
-    problem_of = {"keys": keys, "heads": 1, **mode["problem_of"]}
-    if problem_of.pop("dense", False):
-        problem_of["queries"] = [queries] * len(keys)
-    else:
-        problem_of["shared"] = queries
-    return {**mode, "problem_of": problem_of, "run_of": {"processors": 4, **mode.get("run_of", {})}, "pairs": True}
-
-
 def case_of(arch: str, name: str, queries: int, keys: str) -> Case:
     """One row on one list of ``KEYS`` as a case."""
-    return case(arch, **row(name, queries, KEYS[keys]))
+    mode = MODES[name]
+    more = {"run_of": {"processors": 4, **mode.get("run_of", {})}, "pairs": True}
+    return case(arch, **{**backward_matrix.row(mode, queries, KEYS[keys]), **more})

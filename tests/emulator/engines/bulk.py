@@ -233,8 +233,6 @@ def _descriptor(g: Any, I: Instr, tensor: TensorMem, lane: int) -> tuple[TensorM
     if address & 63:
         raise MemoryFaultError(f"TMA descriptor at {address:#x} is not aligned to 64 bytes; {g.where(I)}")
     g.memory.globals.check_range(address, address + 64, lambda: g.where(I))
-    if g.cluster.checker is not None:
-        g.cluster.checker.descriptor_used(g, I, address)
     t, c = read_descriptor(address), _coordinates(g, tensor, lane)
     named = next((int(x[0]) for x in I.parts if x in ("1d", "2d", "3d", "4d", "5d")), 0)
     if not len(c) == named == t.rank:

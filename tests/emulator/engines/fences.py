@@ -10,7 +10,7 @@ from ..ptx import Instr
 from ..registry import op
 
 _KINDS = (
-    "fence membar proxy async alias tensormap::generic generic global shared::cta shared::cluster sc acq_rel acquire release "
+    "fence membar proxy async alias generic global shared::cta shared::cluster sc acq_rel acquire release "
     "cta cluster gpu sys gl mbarrier_init sync_restrict::shared::cluster sync_restrict::shared::cta async::generic "
     "async.global async.shared::cta shared"
 )
