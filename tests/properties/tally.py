@@ -28,7 +28,9 @@ def save() -> None:
     if folder and _counts:
         Path(folder).mkdir(parents=True, exist_ok=True)
         rows = [[*key, n] for key, n in sorted(_counts.items())]
-        Path(folder, f"tally-{os.getpid()}.json").write_text(json.dumps(rows), encoding="utf-8")
+        file = Path(folder, f"tally-{os.getpid()}.json")
+        file.with_suffix(".new").write_text(json.dumps(rows), encoding="utf-8")
+        file.with_suffix(".new").replace(file)  # whole or not at all: a campaign reads while its processes run
 
 
 def total(folder: Path) -> dict[str, dict[str, dict[str, int]]]:
