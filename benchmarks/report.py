@@ -32,6 +32,8 @@ SHAPES = {
     "llm": "4 × 8,192, 16 heads",
     "llm_8192_causal": "4 × 8,192, 16 heads, causal",
 }
+DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL = "lp_fa4, mxfp8 dK dV, float32 dQ", "lp_fa4, float16 dQ, training call"
+"""What the module and the drop-in run where nobody says otherwise."""
 RIVALS = {"flash_attn_4": "flash-attn-4 BF16", "cudnn_fp8": "cuDNN FP8"}
 
 
@@ -85,12 +87,12 @@ def forward_table() -> str:
     return markdown(header, rows) + source("h200/forward", found)
 
 
-def backward_table() -> str:
-    """The backward alone, all its launches counted, then forward and backward with quantization, BF16 in and out."""
+def backward_table(variants: Sequence[str] = ()) -> str:
+    """The backward alone, all its launches counted, then forward and backward with quantization, BF16 in and out; ``variants`` or all."""
     found, rows = record("h200/backward"), []
     for shape, at in by_shape(found["results"]):
         for variant, row in at.items():
-            if variant.startswith(tuple(RIVALS)):
+            if variant.startswith(tuple(RIVALS)) or (variants and variant not in variants):
                 continue
             training = variant.endswith("training call")
             choice = variant.removesuffix("training call").removeprefix("lp_fa4").rstrip(", ")
@@ -126,10 +128,55 @@ def fused_table() -> str:
     return text.rstrip("\n") + "\n"
 
 
+def _span(ratios: Sequence[float], form: str) -> str:
+    """The smallest and the largest, once if they read the same; a dash for none."""
+    ends = list(dict.fromkeys(format(x, form) for x in (min(ratios), max(ratios)))) if ratios else ["–"]
+    return " to ".join(ends) + ("×" if ratios and not form.endswith("%") else "")
+
+
+def summary_table() -> str:
+    """How many times as fast as each rival, smallest and largest over the shapes of a kind; every figure is in another table."""
+    kinds = {
+        "PMA, jagged": lambda shape: shape.startswith("pma") and "jagged" in shape,
+        "PMA, equal lengths": lambda shape: shape.startswith("pma") and "jagged" not in shape,
+        "dense self-attention": lambda shape: shape == "llm_8192",
+        "causal": lambda shape: shape == "llm_8192_causal",
+        "8 queries": lambda shape: shape == "few_queries",
+    }
+    module = record("h200/module_post")["results"]["shapes"]
+    rows = []
+    for title, form, ratio in (
+        ("the module's training step", ".2f", lambda x: x["bf16"]["ms"]["step"]["median"] / x["mxfp8"]["ms"]["step"]["median"]),
+        ("its peak memory", ".0%", lambda x: x["mxfp8"]["memory_gib"]["peak"] / x["bf16"]["memory_gib"]["peak"]),
+    ):
+        spans = [_span([ratio(x) for x in module if x["kind"] == kind], form) for kind in ("jagged", "uniform")]
+        rows.append([title, *spans, *["–"] * (len(kinds) - len(spans))])
+    ours = {
+        "forward": ("lp_fa4 static", "lp_fa4 (128, D)"),
+        "backward": (DEFAULT_BACKWARD,),
+        "drop-in, forward": ("lp_fa4 drop-in, BF16 in",),
+        "drop-in, forward and backward": (DEFAULT_TRAINING_CALL,),
+    }
+    for rival, words in (("flash_attn_4", ""), ("cudnn_fp8", ", against cuDNN's FP8")):
+        for title, variants in ours.items():
+            found = record("h200/forward" if title.endswith("forward") else "h200/backward")["results"]
+            other = f"{rival} training call" if title.endswith("and backward") else rival
+            at = {(row["shape"], row["variant"]): row["tflops"] for row in found}
+            spans = [
+                _span([t / at[s, other] for (s, v), t in at.items() if v in variants and (s, other) in at and chosen(s)], ".2f")
+                for chosen in kinds.values()
+            ]
+            if set(spans) != {"–"}:
+                rows.append([title + words, *spans])
+    return markdown(["", *kinds], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary_table,
     "module": module_table,
     "forward": forward_table,
-    "backward": backward_table,
+    "backward": lambda: backward_table((DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL)),
+    "backward-all": backward_table,
     "fused": fused_table,
 }
 

@@ -8,7 +8,7 @@ from benchmarks import __main__ as cli
 from benchmarks import report
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": ["module", "forward", "backward"], "modules/README.md": ["module"], "fused_ops/README.md": ["fused"]}
+PAGES = {"README.md": ["summary", "module", "forward", "backward"], "modules/README.md": ["module"], "fused_ops/README.md": ["fused"]}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -32,5 +32,5 @@ def test_a_page_that_differs_is_named_and_then_written(tmp_path, capsys):
 def test_tables_and_pages_that_do_not_exist_are_refused(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- table speed -->\n<!-- end -->\n")
-    assert cli.main(["report", str(page)]) == 2 and "table 'speed': allowed are module, forward" in capsys.readouterr().err
+    assert cli.main(["report", str(page)]) == 2 and "table 'speed': allowed are summary, module, forward" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path / "none.md")]) == 2 and "none.md" in capsys.readouterr().err
