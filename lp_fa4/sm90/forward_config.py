@@ -7,6 +7,11 @@ QUERY_TILE = 128
 KEY_TILE = 128
 """Keys of a tile: V^T then has exactly one 128-byte swizzle row per head column. 96, 160 and 224 lose half the speed."""
 
+PLAIN_TILES = 2
+"""Plain V tiles in shared memory, where the kernel turns them itself."""
+TURNING_WARPS = 3
+"""The producer warpgroup's warps that do it."""
+
 FEW_KEYS = 256
 """Keys of a CTA of ``forward_few``."""
 FEW_COLUMNS = (8, 16, 64)
@@ -29,7 +34,13 @@ class FewSpec:
     key_scale: int = 0
     value_scale: int = 0
     query_static: bool = True
+    values: str = "copied"
     p_scale_log2: int = 7
+
+    @property
+    def turns(self) -> bool:
+        """Whether V is turned in shared memory."""
+        return self.values == "plain"
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class ForwardSpec:
         shared: one set of queries for every sequence.
         key_scale, value_scale: keys under one exponent: 0 (static), 128 or 32.
         query_static: one exponent for all queries.
+        values: "copied": V^T comes from memory (``transpose``); "plain": V comes as it is, and the producer warpgroup turns it.
         split_keys: keys per split, 0 for none; then the kernel writes partial results for ``forward_merge``.
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
         stages: K and V^T tiles in flight.
@@ -65,6 +77,7 @@ class ForwardSpec:
     key_scale: int = 0
     value_scale: int = 0
     query_static: bool = True
+    values: str = "copied"
     split_keys: int = 0
     p_scale_log2: int = 7
     threshold: float = 1.75
@@ -75,6 +88,12 @@ class ForwardSpec:
 
     def __post_init__(self) -> None:
         assert not (self.centred and self.causal), "causal rows have no common sum of V"
+        assert self.values in ("copied", "plain") and self.stages >= PLAIN_TILES
+
+    @property
+    def turns(self) -> bool:
+        """Whether V is turned in shared memory."""
+        return self.values == "plain"
 
     @property
     def scaled(self) -> bool:

@@ -2,7 +2,8 @@
 
 The products are turned round: keys are the MMA's 64 rows and (query, head of the group) pairs its columns, so that a few
 queries do not pay for 64 rows of one, and the query heads that share a key/value head share its loads:
-``S^T = K Q^T``, then ``O^T = V^T P^T`` with P^T through shared memory. All loads of a CTA start at once; what a CTA waits
+``S^T = K Q^T``, then ``O^T = V^T P^T`` with P^T through shared memory. V without a copy that has tokens innermost is turned where it lies
+in shared memory. All loads of a CTA start at once; what a CTA waits
 for, its two neighbours on the multiprocessor hide. Each CTA leaves its part, ``forward_merge`` adds the parts.
 
 The slot of a CTA follows the tile rule (256 tokens), so there is no work list. With centred P every CTA of a sequence needs
@@ -17,13 +18,14 @@ from cutlass import Float8E4M3FN as E4M3
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from lp_fa4.common.numbers import e4m3x4, exp2, exponent_of_byte, scale_of_byte
+from lp_fa4.common.numbers import e4m3x4, effect, exp2, exponent_of_byte, scale_of_byte
 from lp_fa4.common.sequence import find_sequence
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.forward_config import FEW_KEYS as KEYS
 from lp_fa4.sm90.forward_config import FewSpec
 from lp_fa4.sm90.forward_consumer import issue, visible_factor
 from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
+from lp_fa4.sm90.forward_turn import load_block, loaded_from, selector_of, store_block, stored_to
 from lp_fa4.sm90.transpose import load16
 
 THREADS = 128
@@ -74,7 +76,7 @@ class FewQueries:
         self,
         q: cute.Tensor,
         k: cute.Tensor,
-        vt: cute.Tensor,
+        v: cute.Tensor,
         q_scale: cute.Tensor,
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
@@ -98,7 +100,11 @@ class FewQueries:
         l_p = shared_layout(E4M3, (n, 128, 2), 128)
         load = cpasync.CopyBulkTensorTileG2SOp()
         k_atom, t_k = cpasync.make_tiled_tma_atom(load, operand(k, [0, 2, 1]), first_stage(l_k), (HEAD_KEYS, d))
-        v_atom, t_v = cpasync.make_tiled_tma_atom(load, operand(vt, [1, 2, 0]), first_stage(l_v), (d, 128))
+        l_w = shared_layout(E4M3, (128, d, 2), d) if spec.turns else l_v  # as V arrives
+        if const_expr(spec.turns):
+            v_atom, t_v = cpasync.make_tiled_tma_atom(load, operand(v, [0, 2, 1]), first_stage(l_w), (128, d))
+        else:
+            v_atom, t_v = cpasync.make_tiled_tma_atom(load, operand(v, [1, 2, 0]), first_stage(l_v), (d, 128))
         slots, kv_heads = Int32(parts.shape[0]), Int32(k.shape[1])
         mma = hopper_mma(n)
         self.kernel(
@@ -120,6 +126,7 @@ class FewQueries:
             l_k,
             l_a,
             l_v,
+            l_w,
             l_p,
         ).launch(grid=[slots * kv_heads, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
@@ -144,6 +151,7 @@ class FewQueries:
         l_k: cute.ComposedLayout,
         l_a: cute.ComposedLayout,
         l_v: cute.ComposedLayout,
+        l_w: cute.ComposedLayout,
         l_p: cute.ComposedLayout,
     ):
         spec = self.spec
@@ -168,6 +176,7 @@ class FewQueries:
         s_q = storage.q.get_tensor(l_q.outer, swizzle=l_q.inner)
         s_k = storage.k.get_tensor(l_k.outer, swizzle=l_k.inner)
         s_v = storage.v.get_tensor(l_v.outer, swizzle=l_v.inner)
+        s_w = storage.v.get_tensor(l_w.outer, swizzle=l_w.inner)
         # the MMA takes 64 keys: the sequence's first 32 with the first 32 of this CTA behind them, then this CTA's by 64
         head = storage.k.data_ptr()
         own = head + (HEAD_KEYS * spec.head_dim if const_expr(spec.centred) else 0)
@@ -191,7 +200,7 @@ class FewQueries:
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_threads()
             if tid < 32:
-                self.load(k_atom, t_k, s_k, v_atom, t_v, s_v, bars, kv_head, first_key, keys, start, b)
+                self.load(k_atom, t_k, s_k, v_atom, t_v, s_w, bars, kv_head, first_key, keys, start, b)
             self.load_queries(q, q_scale, k_scale, q_base, factors, b, kv_head, queries, scale_log2)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
@@ -231,8 +240,12 @@ class FewQueries:
         k = cute.domain_offset((first_key, 0), t_k[None, None, kv_head])
         head = cute.local_tile(k, (HEAD_KEYS, d), (None, 0))
         own = cute.local_tile(cute.domain_offset((start, 0), k), (HEAD_KEYS, d), (None, 0))
-        v = cute.domain_offset((0, 32 * (first_key // 32 + b) + start), t_v[None, None, kv_head])
-        v = cute.local_tile(v, (d, 128), (0, None))
+        if const_expr(spec.turns):
+            v = cute.domain_offset((first_key + start, 0), t_v[None, None, kv_head])
+            v = cute.local_tile(v, (128, d), (None, 0))
+        else:
+            v = cute.domain_offset((0, 32 * (first_key // 32 + b) + start), t_v[None, None, kv_head])
+            v = cute.local_tile(v, (d, 128), (0, None))
         k_smem, k_gmem = cpasync.tma_partition(k_atom, 0, one, cute.group_modes(s_k, 0, 2), cute.group_modes(own, 0, 2))
         _, h_gmem = cpasync.tma_partition(k_atom, 0, one, cute.group_modes(s_k, 0, 2), cute.group_modes(head, 0, 2))
         v_smem, v_gmem = cpasync.tma_partition(v_atom, 0, one, cute.group_modes(s_v, 0, 2), cute.group_modes(v, 0, 2))
@@ -402,9 +415,12 @@ class FewQueries:
                             stats[1, slot, head, query], stats[2, slot, head, query] = reference, value
                             stats[3, slot, head, query] = mean
         cute.arch.mbarrier_wait(bars + 1, 0)
-        for h in cutlass.range_constexpr(2):
-            if keys - start - 128 * h <= 96:
-                self.clear(v_base + h * (128 * d), keys - start - 128 * h)
+        if const_expr(spec.turns):
+            self.turn(v_base, keys - start)
+        else:
+            for h in cutlass.range_constexpr(2):
+                if keys - start - 128 * h <= 96:
+                    self.clear(v_base + h * (128 * d), keys - start - 128 * h)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         halves = [cute.make_rmem_tensor(mma.partition_shape_C((d, n)), Float32) for _ in range(2)]
@@ -425,6 +441,27 @@ class FewQueries:
                         for r in cutlass.range_constexpr(2):
                             i = c + 2 * r + 4 * j + (n // 2) * m
                             parts[slot, head, query, 64 * m + 16 * warp + lane // 4 + 8 * r] = (halves[0][i] + halves[1][i]) * factor_out
+
+    @cute.jit
+    def turn(self, base: Int32, valid: Int32):
+        """V's two tiles to V^T in their place; keys from ``valid`` on are other sequences', or what no load wrote, and become 0."""
+        d = self.spec.head_dim
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        if valid < KEYS:
+            zero, chunks = Uint32(0), d // 16
+            for i in cutlass.range(cutlass.max(valid, 0) * chunks + tid, KEYS * chunks, THREADS, unroll=1):
+                effect([base + 16 * i, zero, zero, zero, zero], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+            cute.arch.sync_threads()
+        wide = d // 32  # columns of blocks; a warp has one of them in both tiles, or in one where there are but two
+        column, tile = warp % wide, base + warp // wide * (128 * d)
+        source, target = tile + loaded_from(column, d), tile + stored_to(column)
+        at = [(h * (128 * d), run) for h in range(d // 64) for run in range(8)]
+        words = [load_block(source + far + run * (16 * d)) for far, run in at]
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(len(at)):
+            far, run = at[i]
+            store_block(words[i], (target ^ (run << 4)) + far, selector_of())
 
     @cute.jit
     def clear(self, tile: Int32, valid: Int32):
@@ -456,7 +493,7 @@ def _compile_few(arch: str, offsets_dtype: str, spec: FewSpec):
         FewQueries(spec),
         fake("uint8", (symbol(), heads, d)),
         fake("uint8", (symbol(), kv_heads, d)),
-        fake("uint8", (kv_heads, d, symbol(32)), compact=True),
+        fake("uint8", (symbol(), kv_heads, d)) if spec.turns else fake("uint8", (kv_heads, d, symbol(32)), compact=True),
         fake("uint8", (symbol(), heads), align=1),
         *[fake("uint8", (symbol(), kv_heads), align=1) for _ in range(2)],
         fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),

@@ -41,7 +41,7 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         Forward(spec),
         fake("uint8", (symbol(), heads, d)),
         fake("uint8", (symbol(), kv_heads, d)),
-        fake("uint8", (kv_heads, d, symbol(32)), compact=True),
+        fake("uint8", (symbol(), kv_heads, d)) if spec.turns else fake("uint8", (kv_heads, d, symbol(32)), compact=True),
         fake("uint8", (symbol(), heads), align=1),
         *scales,
         vectors if whole and spec.centred else None,
@@ -126,7 +126,7 @@ def split_keys_of(problem: AttentionProblem) -> int:
     return SPLIT_KEYS if few and not problem.causal else 0
 
 
-def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool) -> ForwardSpec:
+def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, values: str) -> ForwardSpec:
     query, key, value = blocks
     return ForwardSpec(
         head_dim=problem.head_dim,
@@ -139,6 +139,7 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool) -
         key_scale=key,
         value_scale=value,
         query_static=query == 0,
+        values=values,
         split_keys=split_keys_of(problem),
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
@@ -191,6 +192,7 @@ def _launch_few(problem: AttentionProblem, spec: ForwardSpec, columns: int, offs
         key_scale=spec.key_scale,
         value_scale=spec.value_scale,
         query_static=spec.query_static,
+        values=spec.values,
         p_scale_log2=spec.p_scale_log2,
     )
     device = parts.device
@@ -242,7 +244,7 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
 
     Args:
         problem: validated operands; dtypes and layouts as in ``AttentionProblem``. Where ``v`` is an ``MXTensorWithCopy``
-            its copy is used, otherwise one is made.
+            its copy is read, otherwise the kernels turn V themselves.
         keep_centred: whether ``centred_out`` is wanted, as the backward wants it; otherwise it is ``out``.
 
     No value on the device is read by the host; everything runs on the current stream of the problem's device.
@@ -251,8 +253,6 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
     _check(problem)
     if problem.rows == 0 or problem.heads == 0 or problem.tokens == 0 or problem.q.shape[0] == 0 or problem.batch == 0:
         return _outputs(problem, filled=True, keep=keep_centred)
-    from lp_fa4.sm90.transpose import transposed_copy
-
     device, batch = problem.device, problem.batch
     offsets_k = problem.offsets_k if problem.offsets_k is not None else equal_offsets(problem.tokens, batch, device)
     offsets_q = query_offsets = problem.offsets_q
@@ -261,10 +261,11 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
     q, q_scale, q_block = token_blocks(problem.q, query_offsets)
     k, k_scale, k_block = token_blocks(problem.k, offsets_k)
     v, v_scale, v_block = token_blocks(problem.v, offsets_k)
-    vt = problem.v.transposed if isinstance(problem.v, MXTensorWithCopy) else None
-    if vt is None or problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
-        vt = transposed_copy(v, offsets_k, "accumulator")
-    spec = _spec(problem, (q_block, k_block, v_block), keep_centred)
+    copy = problem.v.transposed if isinstance(problem.v, MXTensorWithCopy) else None
+    if problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
+        copy = None
+    values = v if copy is None else copy
+    spec = _spec(problem, (q_block, k_block, v_block), keep_centred, "plain" if copy is None else "copied")
     result = _outputs(problem, filled=False, keep=keep_centred)
     if problem.queries is None:
         assert offsets_q is not None
@@ -278,9 +279,9 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
         part_stats = torch.empty(4, *shape, dtype=torch.float32, device=device)
     columns = few_columns(problem)
     if columns:
-        _launch_few(problem, spec, columns, offsets_k, (q, k, vt), (q_scale, k_scale, v_scale), parts, part_stats)
+        _launch_few(problem, spec, columns, offsets_k, (q, k, values), (q_scale, k_scale, v_scale), parts, part_stats)
     else:
-        _launch_forward(problem, spec, offsets_k, offsets_q, (q, k, vt), (q_scale, k_scale, v_scale), parts, part_stats, result)
+        _launch_forward(problem, spec, offsets_k, offsets_q, (q, k, values), (q_scale, k_scale, v_scale), parts, part_stats, result)
     if not whole:
         from lp_fa4.sm90.forward_merge import merge
 

@@ -1,9 +1,9 @@
 """FP8 attention forward on Hopper: layouts, barriers and shared memory; the roles live in ``forward_producer`` and
 ``forward_consumer``.
 
-Q and K are E4M3 rows ``[tokens, heads, D]``; V^T is the copy of ``transpose`` in "accumulator" order. A persistent CTA
-draws work items (``worklist``); one warp loads by TMA, two warpgroups compute. What lies beyond a sequence's end in a
-K tile is masked, in a V^T tile zeroed, in a Q tile not stored.
+Q and K are E4M3 rows ``[tokens, heads, D]``; so is V, or else V^T is the copy of ``transpose`` in "accumulator" order. A persistent CTA
+draws work items (``worklist``); one warp loads by TMA, three turn a plain V (``forward_turn``), two warpgroups compute. What lies beyond
+a sequence's end in a K tile is masked, in a tile of V zeroed, in a Q tile not stored.
 """
 
 import cutlass
@@ -16,9 +16,10 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE, ForwardSpec
+from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES, QUERY_TILE, TURNING_WARPS, ForwardSpec
 from lp_fa4.sm90.forward_consumer import consume
 from lp_fa4.sm90.forward_producer import ITEM, produce
+from lp_fa4.sm90.forward_turn import turn_values
 
 THREADS = 384
 
@@ -52,7 +53,7 @@ class Forward:
         self,
         q: cute.Tensor,
         k: cute.Tensor,
-        vt: cute.Tensor,
+        v: cute.Tensor,
         q_scale: cute.Tensor,
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
@@ -79,15 +80,20 @@ class Forward:
             codes = cute.make_tensor(cute.recast_ptr(x.iterator, dtype=E4M3), x.layout)
             return cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=modes))
 
-        g_q, g_k, g_v = operand(q, [0, 2, 1]), operand(k, [0, 2, 1]), operand(vt, [1, 2, 0])
+        g_q, g_k = operand(q, [0, 2, 1]), operand(k, [0, 2, 1])
+        g_v = operand(v, [0, 2, 1] if spec.turns else [1, 2, 0])
         l_q = shared_layout(E4M3, (QUERY_TILE, d, 2), d)
         l_k = shared_layout(E4M3, (KEY_TILE, d, spec.stages), d)
         l_v = shared_layout(E4M3, (d, KEY_TILE, spec.stages), KEY_TILE)
+        l_p = shared_layout(E4M3, (KEY_TILE, d, PLAIN_TILES), d)
         l_o = shared_layout(BFloat16, (64, d, 2 * spec.outputs), d)
         load = cpasync.CopyBulkTensorTileG2SOp()
         q_atom, t_q = cpasync.make_tiled_tma_atom(load, g_q, first_stage(l_q), (QUERY_TILE, d))
         k_atom, t_k = cpasync.make_tiled_tma_atom(load, g_k, first_stage(l_k), (KEY_TILE, d))
-        v_atom, t_v = cpasync.make_tiled_tma_atom(load, g_v, first_stage(l_v), (d, KEY_TILE))
+        if const_expr(spec.turns):
+            v_atom, t_v = cpasync.make_tiled_tma_atom(load, g_v, first_stage(l_p), (KEY_TILE, d))
+        else:
+            v_atom, t_v = cpasync.make_tiled_tma_atom(load, g_v, first_stage(l_v), (d, KEY_TILE))
         store = cpasync.CopyBulkTensorTileS2GOp()
 
         def result(x):
@@ -103,7 +109,7 @@ class Forward:
             mma_qk, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
             q_scale, k_scale, v_scale, v_sum, v_mean,
             out, centred, lse, maximum, total, parts, part_stats,
-            records, state, scale_log2, zero, l_q, l_k, l_v, l_o,
+            records, state, scale_log2, zero, l_q, l_k, l_v, l_p, l_o,
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -141,6 +147,7 @@ class Forward:
         l_q: cute.ComposedLayout,
         l_k: cute.ComposedLayout,
         l_v: cute.ComposedLayout,
+        l_p: cute.ComposedLayout,
         l_o: cute.ComposedLayout,
     ):
         spec = self.spec
@@ -149,13 +156,15 @@ class Forward:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 5 + 4 * stages]
+            barriers: cute.struct.MemRange[Int64, 4 + 4 * stages + PLAIN_TILES]
+            valid: cute.struct.Align[cute.struct.MemRange[Int32, PLAIN_TILES], 8]
             item: cute.struct.Align[cute.struct.MemRange[Int32, ITEM * 2], 16]
             exponents: cute.struct.Align[cute.struct.MemRange[Float32, 8 * stages], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * max(spec.vectors, 1) * d], 16]
             q: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_v)], 1024]
+            plain: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_p) if spec.turns else 0], 1024]
             o: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_o)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
@@ -167,7 +176,8 @@ class Forward:
             k_empty=base + 4 + stages,
             v_full=base + 4 + 2 * stages,
             v_empty=base + 4 + 3 * stages,
-            tail=base + 4 + 4 * stages,
+            tail=base + 4 + 4 * stages,  # of the copied V's last tile
+            plain_full=base + 4 + 4 * stages,
         )
         if warp == 0:
             for atom in (q_atom, k_atom, v_atom, o_atom, c_atom):
@@ -179,15 +189,18 @@ class Forward:
                     cute.arch.mbarrier_init(bars.q_empty + i, 8)
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(bars.k_full + i, 2 if spec.scaled else 1)
-                    cute.arch.mbarrier_init(bars.v_full + i, 1)
+                    cute.arch.mbarrier_init(bars.v_full + i, TURNING_WARPS if spec.turns else 1)
                     for empty in (bars.k_empty, bars.v_empty):
                         cute.arch.mbarrier_init(empty + i, 8)
-                cute.arch.mbarrier_init(bars.tail, 1)
+                for i in cutlass.range_constexpr(PLAIN_TILES):
+                    cute.arch.mbarrier_init(bars.plain_full + i, 1)
             cute.arch.mbarrier_init_fence()
         s = Bundle(
             q=storage.q.get_tensor(l_q.outer, swizzle=l_q.inner),
             k=storage.k.get_tensor(l_k.outer, swizzle=l_k.inner),
             v=storage.v.get_tensor(l_v.outer, swizzle=l_v.inner),
+            plain=storage.plain.get_tensor(l_p.outer, swizzle=l_p.inner) if spec.turns else None,
+            valid=storage.valid.get_tensor(cute.make_layout(PLAIN_TILES)),
             o=storage.o.get_tensor(l_o.outer, swizzle=l_o.inner),
             item=storage.item.get_tensor(cute.make_layout((ITEM, 2))),
             exponents=storage.exponents.get_tensor(cute.make_layout((8, stages))),
@@ -205,6 +218,8 @@ class Forward:
             cute.arch.setmaxregister_decrease(spec.registers[1])
             if warp == 0:
                 produce(spec, t, s, bars)
+            elif const_expr(spec.turns):
+                turn_values(spec, s, bars, warp - 1)
         else:
             cute.arch.setmaxregister_increase(spec.registers[0])
             store = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), BFloat16), mma_out)

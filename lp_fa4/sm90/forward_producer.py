@@ -1,4 +1,4 @@
-"""The forward's producer: one warp that draws work items and keeps Q, K and V^T tiles coming."""
+"""The forward's producer: one warp that draws work items and keeps Q, K and V tiles coming (V^T, or V for ``forward_turn``)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.common.numbers import exponent_of_byte, inline_ptx, scale_of_byte
-from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES, QUERY_TILE
 from lp_fa4.sm90.worklist import FIELDS
 
 ITEM = FIELDS + 3
@@ -91,9 +91,11 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
     """Producer loop. ``t``: TMA atoms, global tensors; ``s``: shared tensors; ``bars``: barriers (see ``forward_kernel``)."""
     head_dim, stages = spec.head_dim, spec.stages
     lane = cute.arch.lane_idx()
-    one, items, exponents = cute.make_layout(1), s.item, s.exponents
-    v_address = Int32(s.v.iterator.toint())
+    one, items, exponents, valids = cute.make_layout(1), s.item, s.exponents, s.valid
+    v_address, v_shared = Int32(s.v.iterator.toint()), s.plain if spec.turns else s.v
     qi, qp, ki, kp, fp = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
+    # V as it is: buffer of the next tile, and the stage (and phase) that the tile before in it was turned into
+    buffer, ti, tp = Int32(0), Int32(stages - PLAIN_TILES), Int32(1)
     count = t.state[0]
     index = Int32(0)
     if lane == 0:
@@ -109,11 +111,14 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         first, tiles = key_tiles(spec, row0, queries, keys, split)
         q = cute.local_tile(cute.domain_offset((first_row + row0, 0), t.q[None, None, head]), (QUERY_TILE, head_dim), (0, 0))
         k = cute.local_tile(cute.domain_offset((first_key, 0), t.k[None, None, kv_head]), (KEY_TILE, head_dim), (None, 0))
-        position = 32 * (first_key // 32 + b)
-        v = cute.local_tile(cute.domain_offset((0, position), t.v[None, None, kv_head]), (head_dim, KEY_TILE), (0, None))
+        if const_expr(spec.turns):
+            v = cute.local_tile(cute.domain_offset((first_key, 0), t.v[None, None, kv_head]), (KEY_TILE, head_dim), (None, 0))
+        else:
+            position = 32 * (first_key // 32 + b)
+            v = cute.local_tile(cute.domain_offset((0, position), t.v[None, None, kv_head]), (head_dim, KEY_TILE), (0, None))
         q_smem, q_gmem = cpasync.tma_partition(t.q_atom, 0, one, cute.group_modes(s.q, 0, 2), cute.group_modes(q, 0, 2))
         k_smem, k_gmem = cpasync.tma_partition(t.k_atom, 0, one, cute.group_modes(s.k, 0, 2), cute.group_modes(k, 0, 2))
-        v_smem, v_gmem = cpasync.tma_partition(t.v_atom, 0, one, cute.group_modes(s.v, 0, 2), cute.group_modes(v, 0, 2))
+        v_smem, v_gmem = cpasync.tma_partition(t.v_atom, 0, one, cute.group_modes(v_shared, 0, 2), cute.group_modes(v, 0, 2))
         static = cute.make_rmem_tensor(3, Int32)
         static.fill(0)
         if const_expr(spec.query_static):
@@ -166,24 +171,37 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
                     cute.arch.mbarrier_arrive(bars.k_full + ki)
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + ki, KEY_TILE * head_dim)
             cute.copy(t.k_atom, k_gmem[None, tile], k_smem[None, ki], tma_bar_ptr=bars.k_full + ki)
-            cute.arch.mbarrier_wait(bars.v_empty + ki, kp)
             valid = Int32(0) if cleared else keys - tile * KEY_TILE
-            if valid > KEY_TILE - 32:
+            if const_expr(spec.turns):
+                cute.arch.mbarrier_wait(bars.v_full + ti, tp)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full + ki, KEY_TILE * head_dim)
-                cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, ki], tma_bar_ptr=bars.v_full + ki)
+                    valids[buffer] = cutlass.max(valid, 0)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.plain_full + buffer, KEY_TILE * head_dim)
+                cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, buffer], tma_bar_ptr=bars.plain_full + buffer)
+                buffer = buffer + 1
+                if buffer == PLAIN_TILES:
+                    buffer = Int32(0)
+                ti = ti + 1
+                if ti == stages:
+                    ti, tp = Int32(0), tp ^ 1
             else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars.tail, KEY_TILE * head_dim)
-                cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, ki], tma_bar_ptr=bars.tail)
-                cute.arch.mbarrier_wait(bars.tail, fp)
-                fp = fp ^ 1
-                stage = v_address + ki * (head_dim * KEY_TILE)
-                clear_tail(stage, valid, head_dim)
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.v_full + ki)
+                cute.arch.mbarrier_wait(bars.v_empty + ki, kp)
+                if valid > KEY_TILE - 32:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full + ki, KEY_TILE * head_dim)
+                    cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, ki], tma_bar_ptr=bars.v_full + ki)
+                else:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.tail, KEY_TILE * head_dim)
+                    cute.copy(t.v_atom, v_gmem[None, tile], v_smem[None, ki], tma_bar_ptr=bars.tail)
+                    cute.arch.mbarrier_wait(bars.tail, fp)
+                    fp = fp ^ 1
+                    stage = v_address + ki * (head_dim * KEY_TILE)
+                    clear_tail(stage, valid, head_dim)
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(bars.v_full + ki)
             ki = ki + 1
             if ki == stages:
                 ki, kp = Int32(0), kp ^ 1
@@ -193,3 +211,8 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         items[0, qi] = Int32(-1)
         for _ in cutlass.range_constexpr(2):
             cute.arch.mbarrier_arrive(bars.q_full + qi)
+    if const_expr(spec.turns):
+        cute.arch.mbarrier_wait(bars.v_full + ti, tp)
+        with cute.arch.elect_one():
+            valids[buffer] = Int32(-1)
+            cute.arch.mbarrier_arrive(bars.plain_full + buffer)

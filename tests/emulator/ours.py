@@ -144,13 +144,26 @@ def _name(kernel: str, options: dict[str, Any]) -> str:
     return f"lp_fa4 {kernel} " + " ".join(f"{k}={v}" for k, v in options.items())
 
 
-def forward(arch: str, *, seed: int = 0, **options: Any) -> Case:
-    """Our forward (work list, transposed V, re-coding, attention). ``options``: of ``tests.gpu.problems.Case``.
+def with_copy(problem: Any) -> Any:
+    """The problem with V's copy that has tokens innermost beside it (Hopper)."""
+    from fused_ops.rmsnorm_quantize.reference import transposed
+    from lp_fa4.sm90.operands import MXTensorWithCopy
+
+    v = problem.v
+    offsets = torch.arange(problem.batch + 1) * (problem.tokens // problem.batch) if problem.offsets_k is None else problem.offsets_k
+    copy = transposed(v.codes.flatten(1), offsets, v.codes.shape[1])
+    return dataclasses.replace(problem, v=MXTensorWithCopy(v.payload, v.scale, v.block, v.offsets, v.token_dim, copy))
+
+
+def forward(arch: str, *, seed: int = 0, copied: bool = False, **options: Any) -> Case:
+    """Our forward (work list, re-coding, attention), of V as it is or ``copied``. ``options``: of ``tests.gpu.problems.Case``.
 
     Checked as the GPU tests do, against FP64: at most twice the reference's error plus one rounding to BF16; the LSE within
     1e-4 (the row sum is FP32).
     """
     problem = make_problem(seed, dict(options))
+    if copied:
+        problem = with_copy(problem)
 
     def call() -> Any:
         with host(arch):

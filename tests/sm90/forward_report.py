@@ -59,6 +59,8 @@ def main(folder: str, variants: list[dict]) -> None:
             products=count(r"\bQGMMA\b", sass),
             waits=count(r"\bWARPGROUP\.DEPBAR\b", sass),
             local=count(r"\b(?:LDL|STL)\b", sass),
+            turned=count(r"\bLDSM\b", sass),
+            turned_stores=count(r"\bSTSM\b", sass),
             loop=loop.count("\n") + 1,
             loop_local=count(r"\b(?:LDL|STL)\b", loop),
             loop_exp2=count(r"\bMUFU\.EX2\b", loop),
