@@ -9,10 +9,10 @@ from lp_fa4.mx import MXTensor
 
 TILE = 64
 """Tokens of one step: the rows of a warpgroup's MMA (input gradient), the depth of a stage (weight gradient)."""
-MAX_SLAB = 192
-WARP_MMA_COLUMNS = 128
-"""Columns of a CTA's part of the weight: accumulators are half as many registers of a thread. Products by warps hold the weight's words
-in registers too."""
+SLABS = {(False, False): 192, (True, False): 128, (False, True): 128, (True, True): 96}
+"""Most columns of a CTA's part of the weight, by (products by warps, FP32 ``x``): accumulators are half as many registers of a thread, FP32
+``x`` is as many again (16 bits: half of that). Products by warps hold the weight's words in registers too."""
+MAX_SLAB, WARP_MMA_COLUMNS = SLABS[False, False], SLABS[True, False]
 SHARED_BYTES = 216 * 1024
 """Shared memory for a CTA's part of the weight."""
 RUN = 32_768
@@ -64,15 +64,20 @@ class InputSpec:
     warp_mma: bool = False
 
     @property
+    def wide(self) -> bool:
+        """``x`` and ``dx`` are FP32."""
+        return self.dtype == "float32"
+
+    @property
     def roles(self) -> bool:
         """Whether the gradients are codes and of sizes that the kernel with roles serves (``input_gradient_codes``)."""
         codes = self.dk.mx and (self.dv is None or self.dv.mx)
-        return codes and not self.warp_mma and self.rows % 128 == 0 and roles_cluster_of(self.rows, self.columns) > 0
+        return codes and not self.warp_mma and not self.wide and self.rows % 128 == 0 and roles_cluster_of(self.rows, self.columns) > 0
 
     @property
     def cluster(self) -> int:
         """CTAs that share the columns of a row."""
-        return roles_cluster_of(self.rows, self.columns) if self.roles else cluster_of(self.rows, self.columns, self.warp_mma)
+        return roles_cluster_of(self.rows, self.columns) if self.roles else cluster_of(self.rows, self.columns, self.warp_mma, self.wide)
 
     @property
     def slab(self) -> int:
@@ -186,11 +191,11 @@ class WeightSpec:
         return not self.dense and any(x.mx and not x.static for x in (self.dk, self.xn))
 
 
-def cluster_of(rows: int, columns: int, warp_mma: bool = False) -> int:
-    """Smallest cluster whose slabs of a ``[rows, columns]`` weight fit registers and shared memory; 0 if none does."""
+def cluster_of(rows: int, columns: int, warp_mma: bool = False, wide: bool = False) -> int:
+    """Smallest cluster whose slabs of a ``[rows, columns]`` weight fit registers and shared memory; 0 if none does. ``wide``: FP32."""
     for n in (1, 2, 4, 8):
         slab = columns // n
-        if columns % (32 * n) == 0 and slab <= (WARP_MMA_COLUMNS if warp_mma else MAX_SLAB) and rows * slab * 2 <= SHARED_BYTES:
+        if columns % (32 * n) == 0 and slab <= SLABS[warp_mma, wide] and rows * slab * 2 <= SHARED_BYTES:
             return n
     return 0
 
@@ -209,16 +214,18 @@ def unsupported(tokens: int, rows: int, columns: int, dtype: str, weight: str, o
 
     ``weight``: "mx", "pair" or a dtype. ``operands``: name to ("mx", block columns) or (dtype, 0).
     """
-    if dtype not in ("bfloat16", "float16"):
-        return f"x has dtype {dtype}; the kernels serve bfloat16 and float16"
+    if dtype not in ("bfloat16", "float16", "float32"):
+        return f"x has dtype {dtype}; the kernels serve bfloat16, float16 and float32"
     if weight not in SINGLE:
         return f"w_k is {'a pair (hi, lo)' if weight == 'pair' else weight}; the kernels serve bfloat16 and one MXTensor"
     for name, size in (("rows of w_k", rows), ("columns of x", columns)):
         if size % 64 or size < 64:
             return f"there are {size} {name}; the kernels serve multiples of 64"
-    if cluster_of(rows, columns, True) == 0:
+    if cluster_of(rows, columns, True, dtype == "float32") == 0:
+        most = SLABS[True, dtype == "float32"]
         return (
-            f"w_k is [{rows}, {columns}]; the kernels hold at most {SHARED_BYTES // 2048} K elements in slabs of an eighth of the columns"
+            f"w_k is [{rows}, {columns}]; the kernels hold at most {SHARED_BYTES // 2048} K elements in slabs of an eighth of the columns, "
+            f"which are at most {most} where x is {dtype}"
         )
     for name, (kind, width) in operands.items():
         if kind not in SINGLE:

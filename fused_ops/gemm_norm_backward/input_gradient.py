@@ -47,7 +47,7 @@ from fused_ops.gemm_norm_backward.rows import (
     warp_mma,
 )
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import e4m3x4_to_float, float_of, quad_sum, scale_of_byte, warp_max
+from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, float_of, quad_sum, scale_of_byte, warp_max
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 HEAD = 6
@@ -65,6 +65,7 @@ class InputGradient:
         self.spec = spec
         self.runs = spec.slab // 32
         self.half = spec.dtype == "float16"
+        self.words = 8 if spec.wide else 4  # of eight elements of x and dx
         self.element = Float16 if spec.dk.mx else BFloat16
         self.threads = 128 * spec.groups
 
@@ -380,7 +381,7 @@ class InputGradient:
                     tops[i] = cutlass.max(tops[i], bytes_[c, i] if bytes_[c, i] < 255 else Int32(0))
                 for offset in (1, 2):
                     tops[i] = cutlass.max(tops[i], cute.arch.shuffle_sync_bfly(tops[i], offset=offset))
-        xs = cute.make_rmem_tensor((4, self.runs, 2), Uint32)
+        xs = cute.make_rmem_tensor((self.words, self.runs, 2), Uint32)
         scale = cute.make_rmem_tensor(2, Float32)
         dvs, dv_bytes = None, None
         if const_expr(spec.dv is not None):
@@ -475,19 +476,24 @@ class InputGradient:
                     share = scale[i] * (sums[i] * Float32(1.0 / spec.columns))
                     for q in cutlass.range_constexpr(self.runs):
                         xf = self.x_of(xs, q, i, True)
-                        out = cute.make_rmem_tensor(4, Int32)
+                        out = cute.make_rmem_tensor((4, self.words // 4), Int32)
                         for e in cutlass.range_constexpr(0, 8, 2):
                             pair = []
                             for n in cutlass.range_constexpr(2):
                                 d = acc[n + 2 * i + 4 * (4 * q + e // 2)]
                                 pair.append(scale[i] * (d - xf[e + n] * share))
-                            out[e // 2] = float_to_pair(pair[0], pair[1], self.half)
-                        store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, out)
+                            if const_expr(spec.wide):
+                                out[e], out[e + 1] = bits_of(pair[0]), bits_of(pair[1])
+                            else:
+                                out[e // 2] = float_to_pair(pair[0], pair[1], self.half)
+                        for n in cutlass.range_constexpr(self.words // 4):
+                            store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad + 4 * n, out[None, n])
                 elif rows[i] < at.limit:
                     zeros = cute.make_rmem_tensor(4, Int32)
                     zeros.fill(0)
                     for q in cutlass.range_constexpr(self.runs):
-                        store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad, zeros)
+                        for n in cutlass.range_constexpr(self.words // 4):
+                            store_words(io.dx, rows[i], at.column0 + 32 * q + 8 * quad + 4 * n, zeros)
         return cached
 
     @cute.jit
@@ -508,7 +514,7 @@ class InputGradient:
             scale[i] = factor if tile * TILE + at.warp % 4 * 16 + cute.arch.lane_idx() // 4 + 8 * i < at.total else Float32(0.0)
             address = address_of(io.x, row, at.column0 + 8 * (cute.arch.lane_idx() % 4))
             for q in cutlass.range_constexpr(self.runs):
-                load_words(address + 64 * q, xs[None, q, i])
+                load_words(address + 16 * self.words * q, xs[None, q, i])
 
     @cute.jit
     def load_dv(self, io, at, tile: Int32, rows_of_scales, dvs: cute.Tensor, bytes_: cute.Tensor):
@@ -533,8 +539,9 @@ class InputGradient:
     def x_of(self, xs: cute.Tensor, q: cutlass.Constexpr, i: cutlass.Constexpr, again: cutlass.Constexpr = False):
         """Eight values of ``x``; ``again``: unpacked anew, because the compiler would rather keep them all than unpack them twice."""
         out = []
-        for n in cutlass.range_constexpr(4):
-            out += pair_to_float(pinned(xs[n, q, i]) if const_expr(again) else xs[n, q, i], self.half)
+        for n in cutlass.range_constexpr(self.words):
+            word = pinned(xs[n, q, i]) if const_expr(again) else xs[n, q, i]
+            out += [float_of(word)] if const_expr(self.spec.wide) else pair_to_float(word, self.half)
         return out
 
     @cute.jit
@@ -597,7 +604,7 @@ class InputGradient:
         if row < at.total:
             share = spec.rows // spec.cluster
             wanted = [(io.dk, at.rank * share, share * (1 if spec.dk.mx else 2))]
-            wanted.append((io.x, at.column0, spec.slab * 2))
+            wanted.append((io.x, at.column0, spec.slab * self.words // 2))
             if const_expr(spec.dv is not None):
                 wanted.append((io.dv, at.column0, spec.slab * (1 if spec.dv.mx else 2)))
             for source, column, size in wanted:

@@ -25,7 +25,7 @@ SUMS = {"dx": 2e-6, "dnorm_weight": 2e-6, "dw_k": 2e-6}
 """Relative Frobenius error that FP32 sums may have beside the reference's own: a thousand terms in another order."""
 CUT = 2.0**-25
 """Mean loss of an addition in a tensor core, which cuts instead of rounding; dW has up to ``RUN / 16`` of them in a row."""
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
 
 
 def operand(values: Tensor, kind, offsets, exponent: int = 2):

@@ -10,18 +10,19 @@ from tests.sm100.test_compiled import lines
 
 SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "1"))
 LENGTHS = [0, 1, 33, 0, 70, 0]
+NO_W = [True, True, False]
 CASES = {
     "two CTAs share the columns, several tiles, bad rows": dict(
-        lengths=[0, 1, 33, 0, 70, 0], rows=64, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
+        lengths=[0, 1, 33, 0, 70, 0], rows=64, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=NO_W
     ),
     "dnorm alone": dict(
         lengths=[0, 150], rows=64, columns=128, dv=None, mean=False, dk=[0, 64], dtype="float16", needs=[False, True, False]
     ),
     "roles: two CTAs, several tiles, bad rows": dict(
-        lengths=[0, 1, 33, 0, 70, 120, 0], rows=128, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=[True, True, False]
+        lengths=[0, 1, 33, 0, 70, 120, 0], rows=128, columns=384, capacity=9, int64=True, bad=[3, 40, 77], needs=NO_W
     ),
     "roles: four CTAs, three warpgroups, blocks of other sizes": dict(
-        lengths=[150, 1, 31, 190], rows=128, columns=512, capacity=3, dk=[32, 64], dv=[128, 128], needs=[True, True, False]
+        lengths=[150, 1, 31, 190], rows=128, columns=512, capacity=3, dk=[32, 64], dv=[128, 128], needs=NO_W
     ),
     "roles: no dv, FP16, static": dict(
         lengths=[0, 150], rows=256, columns=128, dv=None, mean=False, dk=[0, 64], dtype="float16", needs=[False, True, False]
@@ -32,6 +33,12 @@ CASES = {
     "everything": dict(lengths=LENGTHS, rows=64, columns=64, capacity=9, xn=[32, 32]),
     "dense, BF16 gradients, FP16 rows with gaps": dict(
         lengths=None, tokens=65, rows=64, columns=64, dk="bfloat16", dv=None, xn="bfloat16", mean=False, dtype="float16", strided=True
+    ),
+    "FP32 rows, two CTAs, several tiles, bad rows": dict(
+        lengths=[0, 1, 33, 0, 70, 0], rows=64, columns=192, capacity=9, bad=[3, 40, 77], dtype="float32", needs=NO_W
+    ),
+    "dense, BF16 gradients, FP32 rows with gaps": dict(
+        lengths=None, tokens=65, rows=128, columns=64, dk="bfloat16", dv="bfloat16", dtype="float32", strided=True, needs=NO_W
     ),
     "mixed operands, a weight in MXFP8": dict(
         lengths=[40, 50], rows=128, columns=64, capacity=5, dk=[128, 64], dv="bfloat16", xn="bfloat16", weight="mx"
@@ -55,6 +62,7 @@ CASES = {
 ON_BLACKWELL = (
     "two CTAs share the columns, several tiles, bad rows",
     "dense, BF16 gradients, FP16 rows with gaps",
+    "FP32 rows, two CTAs, several tiles, bad rows",
     "three warpgroups of dW",
 )
 """Cases that also run with products by warps; what else the other cases test has the same code there."""

@@ -29,8 +29,9 @@ def run(lengths, rows, columns, needs=(True, True, True), **options):
 @pytest.mark.parametrize(
     "size", [(64, 64), (128, 128), (384, 384), (512, 512), (192, 256), (256, 192), (768, 768), (512, 384), (64, 512), (448, 128)]
 )
-def test_sizes(size):
-    run(LENGTHS, *size, capacity=50)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sizes(size, dtype):
+    run(LENGTHS, *size, capacity=50, dtype=dtype)
 
 
 @pytest.mark.parametrize("size", [(384, 384), (512, 512)])
@@ -56,6 +57,8 @@ def test_many_launches_agree(size):
         ("bfloat16", "bfloat16", "bfloat16", "float16"),
         ("bfloat16", (32, 64), (128, 64), "bfloat16"),
         ((32, 64), "bfloat16", (32, 128), "bfloat16"),
+        ((32, 32), (32, 32), (0, 128), "float32"),
+        ("bfloat16", (128, 128), (32, 64), "float32"),
     ],
 )
 def test_operands(dk, dv, xn, dtype):
@@ -160,5 +163,5 @@ def test_what_is_not_served_is_said():
     dk, dv, mean, w, x, gain, rstd, xn, _ = arguments
     with pytest.raises(ValueError, match="w_k is float32; the kernels serve bfloat16"):
         gemm_norm_backward(dk, dv, w.float(), x, gain, rstd, xn, dv_mean=mean, backend="sm90")
-    with pytest.raises(ValueError, match="x has dtype float32"):
-        gemm_norm_backward(dk, dv, w, x.float(), gain, rstd, xn, dv_mean=mean, backend="sm90")
+    with pytest.raises(ValueError, match="dv has dtype float32; the kernels serve bfloat16 and MXTensors"):
+        gemm_norm_backward(dk, dv.dequantize(), w, x, gain, rstd, xn, dv_mean=mean, backend="sm90")
