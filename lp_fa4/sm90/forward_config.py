@@ -61,8 +61,7 @@ class ForwardSpec:
         split_keys: keys per split, 0 for none; then the kernel writes partial results for ``forward_merge``.
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
         stages: K and V^T tiles in flight.
-        together: whole tiles whose P V are summed in the tensor core before O takes them; more than one where P is centred and V's exponent
-            static: sums of centred products are small, so that the core's 14 bits lose little.
+        retries: whole tiles go unseen and are done again where a P is too large; otherwise their maxima come first (``forward_softmax``).
         lag: groups of four exponentials that may be under way at once; 0 leaves their order to ptxas.
         registers: of a consumer and of a producer thread.
     """
@@ -82,7 +81,7 @@ class ForwardSpec:
     p_scale_log2: int = 7
     threshold: float = 1.75
     stages: int = 3
-    together: int = 1
+    retries: bool = True
     lag: int = 4
     registers: tuple[int, int] = (240, 24)
 

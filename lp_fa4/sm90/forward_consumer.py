@@ -27,6 +27,7 @@ from lp_fa4.sm90.forward_softmax import (
     exponentiate_folded,
     mask_scores,
     move_reference,
+    over_range,
     prepare,
     start_state,
     take_tile,
@@ -37,11 +38,11 @@ TURN = 2  # first of two named barriers
 
 
 @cute.jit
-def issue(mma, accumulator, a, b, onto=False):
-    """Start ``accumulator = a @ b`` (from zero, or ``onto`` what it holds) as one wgmma group."""
+def issue(mma, accumulator, a, b):
+    """Start ``accumulator = a @ b`` (from zero) as one wgmma group."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, onto)
+    atom.set(warpgroup.Field.ACCUMULATE, False)
     for i in cutlass.range_constexpr(cute.size(a.shape[2])):
         cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
@@ -88,16 +89,6 @@ def add_partial(spec: cutlass.Constexpr, total: cute.Tensor, partial: cute.Tenso
             for c in cutlass.range_constexpr(2):
                 i = c + 2 * r + 4 * j
                 total[i] = total[i] * factors[r] + partial[i]
-
-
-@cute.jit
-def scale_rows(spec: cutlass.Constexpr, partial: cute.Tensor, factors: cute.Tensor):
-    """``partial *= factors`` by rows."""
-    for j in cutlass.range_constexpr(spec.head_dim // 8):
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(2):
-                i = c + 2 * r + 4 * j
-                partial[i] = partial[i] * factors[r]
 
 
 @cute.jit
@@ -184,13 +175,18 @@ def first_tile(spec: cutlass.Constexpr, c, scores, factors, item, tile: Int32, l
 
 
 @cute.jit
-def next_tile(
-    spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlass.Constexpr, partial=None, onto=False, adds: cutlass.Constexpr = True
-):
+def retry(spec: cutlass.Constexpr, scores, codes, state, scale):
+    """A tile once more, with the references of this warp's rows moved to their maxima."""
+    for r in cutlass.range_constexpr(2):
+        move_reference(spec, scores, state, scale, [], r, 0.0)
+    exponentiate(spec, scores, codes, state, scale, None)
+
+
+@cute.jit
+def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlass.Constexpr):
     """One turn of the loop: scores and softmax of ``tile`` beside P V of the tile before. Returns the ring's place.
 
-    ``work``: (key limits of the rows, query factor, stage of the item). ``whole``: no mask can cut the tile. ``partial``: where P V goes,
-    ``onto`` what it holds or not; ``adds``: whether O takes it then.
+    ``work``: (key limits of the rows, query factor, stage of the item). ``whole``: no mask can cut the tile.
     """
     s, bars, mma, state = c.s, c.bars, c.mma, c.state
     limits, factor, qi = work
@@ -201,19 +197,17 @@ def next_tile(
         ki, kp = Int32(0), kp ^ 1
     # wgmma's accumulators are in/out operands: made anew, so that they are not live through the back edge
     scores = cute.make_rmem_tensor(c.score_shape, Float32)
-    if const_expr(partial is None):
-        partial = cute.make_rmem_tensor(c.out_shape, Float32)
+    partial = cute.make_rmem_tensor(c.out_shape, Float32)
     cute.arch.mbarrier_wait(bars.k_full + ki, kp)
     cute.arch.barrier(barrier_id=TURN + c.wg, number_of_threads=256)
     issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
     cute.arch.mbarrier_wait(bars.v_full + vi, vp)
-    issue(mma.pv, partial, c.p, c.v[None, None, None, vi], onto)
+    issue(mma.pv, partial, c.p, c.v[None, None, None, vi])
     scale, exponents, exponent = factors_of(spec, factor, s.exponents, ki)
     warpgroup.wait_group(1)
     release(bars.k_empty + ki, spec.scaled)
     factors = cute.make_rmem_tensor(2, Float32)
-    if const_expr(adds):
-        take_factors(spec, state, factors)
+    take_factors(spec, state, factors)
     state.exponents[1] = exponent
     looks = const_expr(spec.folded or not whole)
     if const_expr(looks):  # the maxima stand under P V
@@ -221,17 +215,13 @@ def next_tile(
             mask_tile(spec, c, scores, tile, limits, qi)
         for r in cutlass.range_constexpr(2):
             move_reference(spec, scores, state, scale, exponents, r, spec.growth)
-    moves = Boolean(False)
-    if const_expr(not looks):
-        moves = prepare(spec, scores, state, scale)
+    elif const_expr(not spec.retries):
+        prepare(spec, scores, state, scale)
     warpgroup.wait_group(0)
     cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
     release(bars.v_empty + vi)
-    if const_expr(not adds):  # noqa: SIM102
-        if moves:  # what waits for the next tile's P V follows, too
-            scale_rows(spec, partial, state.move)
     after = (partial[0], c.t.zero)
-    if const_expr(not looks and adds):
+    if const_expr(not looks):
         add_partial(spec, c.total, partial, factors)
     if const_expr(spec.folded):
         exponentiate_folded(spec, scores, c.codes, state, scale, exponents, after)
@@ -240,29 +230,16 @@ def next_tile(
             exponentiate(spec, scores, c.codes, state, scale, after, 4)
         else:
             exponentiate(spec, scores, c.codes, state, scale, after)
-    elif const_expr(looks):
+    elif const_expr(looks or spec.retries):
         exponentiate(spec, scores, c.codes, state, scale, after)
     else:
         exponentiate(spec, scores, c.codes, state, None, after)
     if const_expr(looks):
         add_partial(spec, c.total, partial, factors)
+    elif const_expr(spec.retries):  # noqa: SIM102
+        if cute.arch.vote_any_sync(over_range(state)):
+            retry(spec, scores, c.codes, state, scale)
     take_tile(spec, state)
-    return ki, kp
-
-
-@cute.jit
-def tiles_together(spec: cutlass.Constexpr, c, first: Int32, last: Int32, work, ring):
-    """Whole tiles from ``first`` to before ``last`` in groups, of which O takes one sum each. Returns the ring's place."""
-    ki, kp = ring
-    tile = first
-    while tile < last:
-        partial = cute.make_rmem_tensor(c.out_shape, Float32)
-        partial.fill(0.0)  # or the last group's would live on
-        stop = cutlass.min(tile + (spec.together - 1), last - 1)
-        for i in cutlass.range(tile, stop, unroll=1):
-            ki, kp = next_tile(spec, c, i, work, (ki, kp), True, partial, i > tile, False)
-        ki, kp = next_tile(spec, c, stop, work, (ki, kp), True, partial, stop > tile, True)
-        tile = stop + 1
     return ki, kp
 
 
@@ -331,11 +308,8 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         work = (limits, factor, qi)
         end = first + tiles
         whole = cutlass.max(cutlass.min(end, lowest // KEY_TILE), first + 1)
-        if const_expr(spec.together == 1):
-            for tile in cutlass.range(first + 1, whole, unroll=1):
-                ki, kp = next_tile(spec, c, tile, work, (ki, kp), True)
-        else:
-            ki, kp = tiles_together(spec, c, first + 1, whole, work, (ki, kp))
+        for tile in cutlass.range(first + 1, whole, unroll=1):
+            ki, kp = next_tile(spec, c, tile, work, (ki, kp), True)
         for tile in cutlass.range(whole, end, unroll=1):
             ki, kp = next_tile(spec, c, tile, work, (ki, kp), False)
         cute.arch.mbarrier_wait(bars.v_full + ki, kp)

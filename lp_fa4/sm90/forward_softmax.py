@@ -4,9 +4,14 @@ An accumulator fragment holds, per thread, rows ``lane // 4`` and ``+ 8`` of its
 ``8 j + 2 (lane % 4) + c``: element ``c + 2 r + 4 j``. All row statistics are in log2 units.
 
 P is relative to ``reference``, which moves only when a score exceeds it by more than a threshold, so that
-``2**(p_log2 + growth) <= 448``. The threshold is wide, so that few tiles move a reference. A whole tile's scores become the exponents
-of P in place while P V of the tile before runs (``prepare``); integer maxima of their FP32 bits, three operands an instruction, are
-checked against E4M3's range by a vote of the warp and keep the row's true maximum. Tiles that a mask may cut look for FP32 maxima.
+``2**(p_log2 + growth) <= 448``. The threshold is wide, so that few tiles move a reference. Tiles that a mask may cut look for FP32 maxima
+first. A whole tile goes one of two ways, by ``spec.retries``, as measured:
+
+* It is *assumed* that no reference moves. The largest P is followed by integer maxima of FP32 bits (P is not negative; three operands an
+  instruction), which also give the row's true maximum at the end; a warp that finds one past E4M3's range does its tile again with the
+  references moved (``retry`` in ``forward_consumer``).
+* The scores become the exponents of P in place while P V of the tile before runs (``prepare``), and the maxima of their bits are checked
+  against E4M3's range before any exponential.
 
 Exponents of V under 32 keys are folded into P (``s + e_v``): the reference then bounds those sums, the row sum takes them out again,
 and the centre is folded alike and bounds the reference too. P of a block may then be far below its largest, so such tiles always look
@@ -23,24 +28,26 @@ from lp_fa4.sm90.forward_config import KEY_TILE
 COLUMN_PAIRS = KEY_TILE // 8
 
 
-LARGEST = 0x410C0000
-"""FP32 bits of 8.75, some way below the logarithm of E4M3's largest, 448: an exponent above it moves its row's reference."""
+LARGEST_CODE = 0x43D74000
+"""FP32 bits of 430.5, some way below E4M3's largest, 448: a P above it moves its row's reference."""
+LARGEST_EXPONENT = 0x410C0000
+"""FP32 bits of 8.75, some way below the logarithm of 448: an exponent of P above it does."""
 
 
 class RowState:
     """Registers of a thread's two rows; every member is a fragment, mutated in place.
 
-    ``sum``: of unrounded P; ``center``: what is taken off P; ``tile_sum``: of one tile (all in units of ``2**p_log2``). ``peak``: FP32
-    bits of P's largest exponent, per thread: at least ``p_log2`` once a key was seen, since the reference is a score. ``maximum``: of the
-    scores, per thread, and ``mean``: of the first tile's scores (both folded). ``alpha``: what moves of the reference since O was last
-    added to multiply O by; ``move``: the last whole tile's.
-    ``exponents``: of V: O's unit and the pending tile's.
+    ``sum``: of unrounded P; ``center``: what is taken off P; ``tile_sum``, ``tile_peak``: of one tile, which may be done again (in units of
+    ``2**p_log2``). ``peak``, per thread: FP32 bits of the largest P, or, where tiles are not done again, of its exponent, which is at
+    least ``p_log2`` once a key was seen, since the reference is a score. ``maximum``: of the scores, per thread, and ``mean``: of the first
+    tile's scores (both folded). ``alpha``: what the last move of the reference multiplies O by. ``exponents``: of V: O's unit and the
+    pending tile's.
     """
 
     def __init__(self):
         self.reference, self.maximum, self.sum, self.mean = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
-        self.alpha, self.center, self.tile_sum, self.move = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
-        self.peak = cute.make_rmem_tensor(2, Int32)
+        self.alpha, self.center, self.tile_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+        self.peak, self.tile_peak = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
         self.exponents = cute.make_rmem_tensor(2, Float32)
 
 
@@ -136,7 +143,8 @@ def start_state(spec: cutlass.Constexpr, scores, state, scale, exponents, keys: 
         if const_expr(spec.folded):
             state.maximum[r], state.mean[r] = value, mean
         else:
-            state.peak[r], state.center[r] = bits_of(high - reference + spec.p_log2), exp2(mean - reference + spec.p_log2)
+            state.peak[r] = Int32(0) if const_expr(spec.retries) else bits_of(high - reference + spec.p_log2)
+            state.center[r] = exp2(mean - reference + spec.p_log2)
 
 
 @cute.jit
@@ -146,11 +154,14 @@ def shift_reference(spec: cutlass.Constexpr, state, high: Float32, r: cutlass.Co
     old = state.reference[r]
     new = high if high > old + growth else old
     alpha = exp2(old - new)
-    state.alpha[r], state.reference[r] = state.alpha[r] * alpha, new
+    state.alpha[r], state.reference[r] = alpha, new
     state.sum[r] = state.sum[r] * alpha
     if const_expr(not spec.folded):
         state.center[r] = state.center[r] * alpha
-        state.peak[r] = cutlass.max(bits_of(float_of(state.peak[r]) + (old - new)), bits_of(high - new + spec.p_log2))
+        if const_expr(spec.retries):
+            state.peak[r] = bits_of(float_of(state.peak[r]) * alpha)
+        else:
+            state.peak[r] = cutlass.max(bits_of(float_of(state.peak[r]) + (old - new)), bits_of(high - new + spec.p_log2))
     return old - new
 
 
@@ -167,7 +178,7 @@ def move_reference(spec: cutlass.Constexpr, scores, state, scale, exponents, r: 
 
 @cute.jit
 def prepare(spec: cutlass.Constexpr, scores, state, scale):
-    """Scores of a whole tile to the exponents of P, in place, and the references moved where one is past what E4M3 takes: whether any was.
+    """Scores of a whole tile to the exponents of P, in place, and the references moved where one is past what E4M3 takes.
 
     Integer maxima of FP32 bits order the positive ones, three an instruction; where all are negative any negative result does.
     """
@@ -183,10 +194,8 @@ def prepare(spec: cutlass.Constexpr, scores, state, scale):
             tops[r] = max3(tops[r], bits_of(scores[a + 4]), bits_of(scores[a + 5]))
     for r in cutlass.range_constexpr(2):
         state.peak[r] = cutlass.max(state.peak[r], tops[r])
-    moves = cute.arch.vote_any_sync(cutlass.max(tops[0], tops[1]) > LARGEST)
-    if moves:
+    if cute.arch.vote_any_sync(cutlass.max(tops[0], tops[1]) > LARGEST_EXPONENT):
         raise_references(spec, scores, state)
-    return moves
 
 
 @cute.jit
@@ -199,14 +208,14 @@ def raise_references(spec: cutlass.Constexpr, scores, state):
             best[i % 4] = cute.arch.fmax(best[i % 4], scores[at[i]])
         top = quad_max(cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3])))
         shift = shift_reference(spec, state, top + (state.reference[r] - spec.p_log2), r, 0.0)
-        state.move[r] = exp2(shift)
         for i in at:
             scores[i] = scores[i] + shift
 
 
 @cute.jit
 def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after, runs: cutlass.Constexpr = 8):
-    """Scores to P (times ``2**p_log2``), P minus the centre to codes; ``tile_sum``. ``scale``: None where ``prepare`` has seen the scores.
+    """Scores to P (times ``2**p_log2``), P minus the centre to codes; ``tile_sum`` and, where a tile may be done again, ``tile_peak`` of P.
+    Scores stay. ``scale``: None where ``prepare`` has seen the scores.
 
     ``after``: None, or (an FP32 to wait for, a run-time zero): left alone, ptxas may pull the exponentials above the wait for P V, and
     with them the moment when the other warpgroup gets its turn; or all of them in front of what uses them. So a group of four starts
@@ -215,26 +224,33 @@ def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after, ru
     Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order). ``runs``: of 16 keys.
     """
     offsets = [spec.p_log2 - state.reference[r] for r in range(2)]
+    if const_expr(spec.retries and after is not None):
+        offsets = [order_after(x, *after) for x in offsets]
     sums = [[Float32(0.0), Float32(0.0)] for _ in range(2)]
-    made = []
+    peaks, made = [Int32(0), Int32(0)], []
     for q in cutlass.range_constexpr(runs):
         for r in cutlass.range_constexpr(2):
             a = 2 * r + 8 * q
+            if const_expr(spec.retries and after is not None and len(made) >= spec.lag > 0):
+                offsets[r] = order_after(offsets[r], float_of(made[len(made) - spec.lag]), after[1])
             x = [scores[i] for i in (a, a + 1, a + 4, a + 5)]
             if const_expr(scale is not None):
                 x = [y * scale[q * len(scale) // 8] + offsets[r] for y in x]
-            if const_expr(after is not None):
+            if const_expr(not spec.retries and after is not None):
                 earlier = float_of(made[len(made) - spec.lag]) if len(made) >= spec.lag else after[0]
                 x[0] = order_after(x[0], earlier, after[1])
             p = [exp2(y) for y in x]
             for i in cutlass.range_constexpr(4):
                 sums[r][i % 2] = sums[r][i % 2] + p[i]
+            if const_expr(spec.retries):
+                for i in cutlass.range_constexpr(2):
+                    peaks[r] = max3(peaks[r], bits_of(p[2 * i]), bits_of(p[2 * i + 1]))
             made.append(e4m3x4(*[y - state.center[r] if const_expr(spec.centred) else y for y in p]))
             codes[r + 2 * q] = made[-1]
     for i in cutlass.range_constexpr(2 * runs, 16):
         codes[i] = Int32(0)
     for r in cutlass.range_constexpr(2):
-        state.tile_sum[r] = sums[r][0] + sums[r][1]
+        state.tile_sum[r], state.tile_peak[r] = sums[r][0] + sums[r][1], peaks[r]
 
 
 @cute.jit
@@ -259,10 +275,18 @@ def exponentiate_folded(spec: cutlass.Constexpr, scores, codes, state, scale, ex
 
 
 @cute.jit
+def over_range(state):
+    """Whether a P of this thread's tile is near E4M3's end, or NaN."""
+    return cutlass.max(state.tile_peak[0], state.tile_peak[1]) > LARGEST_CODE
+
+
+@cute.jit
 def take_tile(spec: cutlass.Constexpr, state):
     """The tile's sums and peaks into the rows'."""
     for r in cutlass.range_constexpr(2):
         state.sum[r] = state.sum[r] + state.tile_sum[r]
+        if const_expr(spec.retries and not spec.folded):
+            state.peak[r] = cutlass.max(state.peak[r], state.tile_peak[r])
 
 
 @cute.jit
@@ -282,7 +306,8 @@ def maximum_of(spec: cutlass.Constexpr, state, r: cutlass.Constexpr) -> Float32:
     """Largest score of row ``r``."""
     if const_expr(spec.folded):
         return quad_max(state.maximum[r])
-    return quad_max(float_of(state.peak[r])) + (state.reference[r] - spec.p_log2)
+    top = quad_max(float_of(state.peak[r]))
+    return (log2(top) if const_expr(spec.retries) else top) + (state.reference[r] - spec.p_log2)
 
 
 @cute.jit
