@@ -12,12 +12,14 @@ a site slept, acts or is caught if it is so in any of them.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -395,7 +397,7 @@ def campaign_cases() -> dict[str, Any]:
     A campaign for a record has a second, longer problem: more tiles for every ring of buffers.
     """
     from . import kernels as k
-    from .waivers import FA4_BACKWARD_SM100, FA4_FORWARD_SM100, NONE, QUACK_GEMM_SM100
+    from .waivers import FA4_BACKWARD_SM100, FA4_FORWARD_SM100, NONE, OURS_SM90, QUACK_GEMM_SM100
 
     return {
         "fa4_forward_sm100": (lambda: [k.fa4_forward("sm_100a", 256, 384, growing=True)], FA4_FORWARD_SM100),
@@ -408,7 +410,34 @@ def campaign_cases() -> dict[str, Any]:
         "fa4_forward_sm90": (lambda: [k.fa4_forward("sm_90a", *n) for n in ((256, 512), (384, 1024))], NONE),
         "fa4_backward_sm90": (lambda: [k.fa4_backward("sm_90a", n, n) for n in (256, 512)], NONE),
         "quack_bf16_sm90": (lambda: [k.quack_gemm("sm_90a", *n) for n in ((256, 192, 640), (600, 192, 1280))], NONE),
+        **{f"{name}_sm90": (partial(_ours, name), OURS_SM90) for name in OURS},
     }
+
+
+#: This project's Hopper kernels, on problems that fill every ring of buffers more than once and cut tiles: builder, arguments
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "forward": (
+        "tests.emulator.ours:forward", dict(lengths=[650, 5, 129], queries=130, heads=1, kv_heads=1, block=[32, 128])
+    ),
+    "forward_few": ("tests.emulator.ours:forward", dict(lengths=[1025, 5], queries=3, heads=1, kv_heads=1)),
+    "backward": (
+        "tests.emulator.ours:backward", dict(lengths=[300, 5], queries=200, heads=1, kv_heads=1, config=dict(grad_format="mxfp8"))
+    ),
+    "norm": (
+        "tests.fused_ops.kernel_cases:norm", dict(lengths=[200, 0, 333], columns=128, block=[0, 64], center=True, copy_heads=2, bound=True)
+    ),
+    "gemm_quantize": (
+        "tests.fused_ops.kernel_cases:gemm",
+        dict(lengths=[5, 700], contracted=256, columns=128, x_block=[0, 64], w_block=[32, 64], block=[0, 64], axes=[0]),
+    ),
+    "gemm_norm_backward": ("tests.fused_ops.gemm_norm_cases:backward", dict(lengths=[1, 33, 700], rows=128, columns=384)),
+}  # fmt: skip
+
+
+def _ours(name: str) -> list[Case]:
+    builder, arguments = OURS[name]
+    module, function = builder.split(":")
+    return [getattr(importlib.import_module(module), function)("sm_90a", **arguments)]
 
 
 def summary(arch: str, case: str, schedules: int = 1) -> dict[str, Any]:
