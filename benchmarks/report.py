@@ -152,7 +152,7 @@ def summary_table() -> str:
         spans = [_span([ratio(x) for x in module if x["kind"] == kind], form) for kind in ("jagged", "uniform")]
         rows.append([title, *spans, *["–"] * (len(kinds) - len(spans))])
     ours = {
-        "forward": ("lp_fa4 static", "lp_fa4 (128, D)"),
+        "forward": ("lp_fa4 static", "lp_fa4 static, V as it is", "lp_fa4 (128, D)"),
         "backward": (DEFAULT_BACKWARD,),
         "drop-in, forward": ("lp_fa4 drop-in, BF16 in",),
         "drop-in, forward and backward": (DEFAULT_TRAINING_CALL,),
