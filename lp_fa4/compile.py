@@ -27,6 +27,7 @@ from torch import Tensor
 __all__ = [
     "arch_of",
     "build",
+    "capability_of",
     "compile_count",
     "dtype_name",
     "fake",
@@ -53,11 +54,22 @@ _lock = threading.RLock()
 _compilations = 0
 
 
+@functools.cache
+def _asked(question: Callable[[int], Any], index: int) -> Any:
+    return question(index)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device, asked once: a step wants to know some thirty times, at 10 us each."""
+    ask = torch.cuda.get_device_capability
+    return ask(device) if device.index is None else _asked(ask, device.index)
+
+
 def arch_of(device: torch.device) -> str:
     """Compilation target of a CUDA device: ``sm_90a``, ``sm_100a`` or ``sm_103a``. ``ValueError`` for any other."""
     if device.type != "cuda":
         raise ValueError(f"device is {device}; kernels run on CUDA devices")
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     if capability not in _ARCHS:
         allowed = ", ".join(f"{a}.{b}" for a, b in _ARCHS)
         raise ValueError(f"{device} has compute capability {capability[0]}.{capability[1]}; kernels exist for {allowed}")

@@ -11,11 +11,13 @@ import importlib
 import importlib.util
 import logging
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from lp_fa4.compile import capability_of
 from lp_fa4.config import DEFAULT, HEAD_DIMS, AttentionConfig
 
 log = logging.getLogger("lp_fa4")
@@ -56,15 +58,20 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+@functools.cache
+def _asked(question: Callable[[], bool]) -> bool:
+    return question()
+
+
 def device_reason(name: str, device: torch.device) -> str:
     """Why kernels of architecture ``name`` ("sm90", "sm100") cannot run on ``device`` in this process, "" if they can."""
     if not _installed(_MODULES[name]):
         return f"this version has no {name} kernels"
     if device.type != "cuda":
         return f"{name} kernels need a CUDA device, and this is {device.type}"
-    if not torch.cuda.is_available():
+    if not _asked(torch.cuda.is_available):
         return f"{name} kernels need a CUDA device, and this process sees none"
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     if capability not in _CAPABILITIES[name]:
         wanted = " or ".join(map(_dotted, _CAPABILITIES[name]))
         return f"{name} kernels need compute capability {wanted}, and {device} has {_dotted(capability)}"

@@ -1,11 +1,13 @@
 """``custom_op``: a dispatcher operator whose arithmetic is its own, and whose calls can be watched."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 
 class Watcher(Protocol):
@@ -41,6 +43,25 @@ def _watched(name: str, fn: Callable, args: tuple, kwargs: dict):
     return result
 
 
+class _Inside(threading.local):
+    """Whether this thread is in an operator's body."""
+
+    depth = 0
+
+
+_inside = _Inside()
+
+
+class _Operator(CustomOpDef):
+    """A custom operator that is an ordinary function in the body of another: below the dispatcher it has nothing more to say, and costs
+    some 30 us a call."""
+
+    body: Callable
+
+    def __call__(self, *args, **kwargs):
+        return self.body(*args, **kwargs) if _inside.depth else super().__call__(*args, **kwargs)
+
+
 def custom_op(name: str, *, mutates_args=()) -> Callable:
     """``torch.library.custom_op`` whose implementation runs with autocast off.
 
@@ -49,14 +70,26 @@ def custom_op(name: str, *, mutates_args=()) -> Callable:
     """
 
     def register(fn: Callable):
+        def run(args: tuple, kwargs: dict):
+            return _watched(name, fn, args, kwargs) if watchers else fn(*args, **kwargs)
+
         @functools.wraps(fn)
         def body(*args, **kwargs):
+            if _inside.depth:
+                return run(args, kwargs)
             kind = _device_type((*args, *kwargs.values()))
-            if kind is None or not torch.is_autocast_enabled(kind):
-                return _watched(name, fn, args, kwargs) if watchers else fn(*args, **kwargs)
-            with torch.autocast(kind, enabled=False):
-                return _watched(name, fn, args, kwargs) if watchers else fn(*args, **kwargs)
+            _inside.depth += 1
+            try:
+                if kind is None or not torch.is_autocast_enabled(kind):
+                    return run(args, kwargs)
+                with torch.autocast(kind, enabled=False):
+                    return run(args, kwargs)
+            finally:
+                _inside.depth -= 1
 
-        return torch.library.custom_op(name, mutates_args=mutates_args)(body)
+        operator = torch.library.custom_op(name, mutates_args=mutates_args)(body)
+        operator.__class__ = _Operator
+        operator.body = body  # type: ignore[attr-defined]
+        return operator
 
     return register
