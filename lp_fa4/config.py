@@ -63,6 +63,8 @@ class AttentionConfig:
         p_scale_backward_log2: power of two on P in the backward, where P <= 1.
         fold_l_into_do: divide dO by the row sum before it is quantized, so that P's size does not fall with the length.
         delta_from: which dO the row term D is made of. ``"quantized"`` keeps the row sums of dS near 0.
+        align_do: give P a factor f in (1/2, 1] and dO / l the factor 1 / f, a row at a time, with max|dO| / (l f) a power of two: then the
+            row's largest element is exact in E4M3, and so is every row of equal magnitudes, as a mean loss has them. Reference, Hopper.
         do_block: blocks of dO8: ``(32, 32)``, ``(32, 0)`` or ``(1, 0)``, one exponent a row (0: the whole head dimension).
         ds_block: (queries, keys) under one scale of dS; multiples of 32, or ``(0, 0)`` for one scale a sequence and head; ``None`` is the
             kernel's own tile, which for the reference is ``(64, key_tile)``.
@@ -89,6 +91,7 @@ class AttentionConfig:
     p_scale_backward_log2: int = 8
     fold_l_into_do: bool = True
     delta_from: str = "quantized"
+    align_do: bool = False
     do_block: tuple[int, int] = (32, 32)
     ds_block: tuple[int, int] | None = (32, 32)
     dq_dtype: torch.dtype = torch.float32
@@ -131,6 +134,10 @@ class AttentionConfig:
             raise ValueError(f"p_scale_backward_log2 is {self.p_scale_backward_log2}; it must be at most log2(448) = {P_LIMIT_LOG2:.3f}")
         if self.key_tile < 32 or self.key_tile % 32:
             raise ValueError(f"key_tile is {self.key_tile}; it must be a positive multiple of 32")
+        if self.align_do and not self.fold_l_into_do:
+            raise ValueError(
+                "align_do needs fold_l_into_do (its factor rides in the row sum that dO is divided by); set one of them otherwise"
+            )
         if self.center_p and self.center_p_backward and not self.fold_l_into_do:
             raise ValueError(
                 "center_p_backward needs fold_l_into_do (its constant l/K is that of unnormalised P); set one of them otherwise"

@@ -113,6 +113,9 @@ class _RowSide:
         """From dO and the saved centred output, FP32 ``[..., H, Q, D]``, and rows ``[..., H, Q]``."""
         blind = torch.isneginf(row_max)
         row_max, row_sum = torch.where(blind, 0.0, row_max), torch.where(blind, 1.0, row_sum)
+        if cfg.align_do:
+            share = mantissa_share(do.abs().amax(-1) / row_sum)
+            row_max, row_sum = row_max - torch.log2(share), row_sum * share
         folded = do / row_sum[..., None] if cfg.fold_l_into_do else do
         do8 = fake_quantize(folded, cfg.do_block) if cfg.round_do else folded
         delta = ((do8 if cfg.delta_from == "quantized" else folded) * out).sum(-1)
@@ -123,6 +126,13 @@ class _RowSide:
     def of(self, sequence: int) -> "_RowSide":
         """One sequence of a batch."""
         return _RowSide(*(getattr(self, f.name)[sequence] for f in fields(self)))
+
+
+def mantissa_share(x: Tensor) -> Tensor:
+    """f in (1/2, 1] for which ``x / f`` is a power of two, of FP32 ``x >= 0``; 1 where x is 0, subnormal or not finite."""
+    mantissa, _ = torch.frexp(x)  # in [1/2, 1)
+    usable = torch.isfinite(x) & (x >= torch.finfo(torch.float32).tiny) & (mantissa > 0.5)
+    return torch.where(usable, mantissa, 1.0)
 
 
 def _row_sides(p: AttentionProblem, result: ForwardResult, dout: Tensor, dlse: Tensor | None) -> Callable[[Span], _RowSide]:

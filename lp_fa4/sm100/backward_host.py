@@ -48,6 +48,8 @@ def reason_against_backward(head_dim: int, config: AttentionConfig) -> str:
         return f"head_dim is {head_dim}; sm100 kernels serve {', '.join(map(str, HEAD_DIMS))}"
     pairs = takes_pairs(config)
     required: dict[str, object] = dict(round_p=True, round_do=True, round_ds=True)
+    if config.align_do:
+        return "config.align_do is True; the sm100 backward serves False"
     if tuple(config.do_block) != (32, 32) and not pairs:
         return (
             f"config.do_block is {config.do_block}; the sm100 backward serves (32, 32), and (32, 0) with "

@@ -192,6 +192,7 @@ def prepare_backward(
         v_static=z.spec.v_static,
         causal=p.causal,
         suffix=z.spec.suffix,
+        align=config.align_do,
     )
     launch(
         compile_prepass(arch_of(p.device), prepass, dtype_name(z.offsets_k), dlse is not None),

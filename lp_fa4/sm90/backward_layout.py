@@ -119,6 +119,7 @@ class PrepassSpec:
     v_static: bool = True
     causal: bool = False
     suffix: bool = False
+    align: bool = False
 
 
 def rows_of(queries: int | None, total: int, batch: int, size: int) -> int:

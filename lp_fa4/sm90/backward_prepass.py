@@ -10,6 +10,9 @@ and, once e_ref, the largest e of the chunk, is known::
     a   = s + e - e_ref - m            so that exp2(S + a) is P * 2^(s + e - e_ref): the exponent of dO rides in P; s = p_scale_log2
     c   = (l / K) * 2^(s + e - e_ref)  what is subtracted from P in dV, 0 unless centred or suffix; K: keys that the row sees
 
+With ``align`` a row has a factor f in (1/2, 1], 1 / f on dO and f on P, so that its largest |dO| / (l f) is a power of two, exact in E4M3:
+l f stands for l, and m - log2 f for m, in all of the above.
+
 A row that does not exist or sees no key gets codes 0 and a = -inf. A row with a NaN or infinity becomes NaN codes: seen, not hidden.
 Tile images (``backward_layout``) hold the codes and the turned codes, so that plain bulk copies bring both. They are made in shared memory,
 a tile at a time, and leave by bulk copies.
@@ -24,7 +27,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.backward_rows import fake_offsets, fake_results, first_unit, power_of_sums, query_unit, statistics
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inline_ptx, inverse_of_byte, scale_of_byte
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inline_ptx, inverse_of_byte, log2, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.backward_layout import (
     CHUNK,
@@ -264,6 +267,10 @@ class Prepass:
                 for i in cutlass.range_constexpr(8):
                     total[i] = total[i] + x[i] * present
                 peak = self.row_peak(xs[part])
+                share = Float32(1.0)
+                if const_expr(spec.align):
+                    share = mantissa_share(bits_of(float_of(peak) * inverse))
+                    inverse = inverse / share
                 finite = peak if peak < 0x7F800000 and r < left else Int32(0)
                 largest = cutlass.max(largest, finite)
                 byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * inverse)), 1)
@@ -272,9 +279,9 @@ class Prepass:
                 top = cutlass.max(top, byte if finite > 0 else Int32(0))
                 factor = Float32(math.nan) if byte == 255 else inverse * inverse_of_byte(byte)
                 keep = Int32(-1) if byte > 0 else Int32(0)  # x may be anything where no key is seen
-                delta, share = Float32(0.0), Float32(0.0)
+                delta = Float32(0.0)
                 if const_expr(spec.suffix):
-                    share = rows.shares[r] * scale_of_byte(cutlass.max(byte, 0))
+                    share = share * rows.shares[r] * scale_of_byte(cutlass.max(byte, 0))
                 codes = cute.make_rmem_tensor(2, Int32)
                 for i in cutlass.range_constexpr(2):
                     four = [x[4 * i + j] * factor for j in range(4)]
@@ -293,6 +300,8 @@ class Prepass:
                 effect([self.place(image, r), codes[0], codes[1]], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
                 if tid % self.lanes == 0:
                     rows.bytes[r], rows.deltas[r] = byte, delta if byte > 0 else Float32(0.0)
+                    if const_expr(spec.align):
+                        rows.inverses[r] = inverse
             if const_expr(spec.suffix):
                 self.sum_rows(weighted, column_sums, suffix, place.tile_row + tile, head)
             self.send_image(image, target + Int64(tile) * step)
@@ -348,6 +357,9 @@ class Prepass:
             if byte >= 0:
                 row = place.first + r
                 total, m = results.row_sum[place.head, row], results.row_max[place.head, row]
+                if const_expr(spec.align):
+                    share = Float32(1.0) / (total * rows.inverses[r])
+                    total, m = total * share, m - log2(share)
                 e = byte if byte > 0 and byte < 255 else reference
                 if const_expr(results.dlse is not None):
                     factor = Float32(math.nan) if byte == 255 else rows.inverses[r] * inverse_of_byte(e)
@@ -471,6 +483,14 @@ def eight_values(x, address):
     pointer = cute.make_ptr(x.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(8)), values)
     return values
+
+
+@cute.jit
+def mantissa_share(bits):
+    """f in (1/2, 1] for which a positive FP32 over f is a power of two, from its bits; 1 where it is 0, subnormal or not finite."""
+    mantissa = bits & 0x7FFFFF
+    usable = mantissa != 0 and bits >= 0x00800000 and bits < 0x7F800000
+    return float_of(mantissa | (126 << 23)) if usable else Float32(1.0)
 
 
 def larger_pair(a, b):

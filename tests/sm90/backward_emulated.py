@@ -4,7 +4,7 @@
 
 Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
 ``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths),
-``whole`` (true: dV with its mean part, BF16 dQ), ``fall`` (q times two to this from row 128 on). Prints
+``whole`` (true: dV with its mean part, BF16 dQ), ``align`` (of dO's rows), ``fall`` (q times two to this from row 128 on). Prints
 one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
 reference. Lanes that did not meet (``tests.sanitizer.lanes``) end it with an error. A process of its own: the emulated architecture is
 fixed at import.
@@ -34,10 +34,10 @@ def main(text: str, schedules: list[str]) -> None:
     cluster_keys = 0 if fields.pop("cluster", False) else None
     dq_dtype = getattr(torch, fields.pop("dq_dtype", "float32"))
     problems.DEVICE = torch.device("cpu")
-    whole, fall = fields.pop("whole", False), fields.pop("fall", 0)
+    whole, fall, align = fields.pop("whole", False), fields.pop("fall", 0), fields.pop("align", False)
     case = problems.Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
     p = case.make(edit=lambda q, k, v, offsets: q[128:].mul_(2.0**fall))
-    p = dataclasses.replace(p, config=p.config.with_(grad_format=grads, dq_dtype=dq_dtype))
+    p = dataclasses.replace(p, config=p.config.with_(grad_format=grads, dq_dtype=dq_dtype, align_do=align))
     result = reference.forward(p)
     size = of_all * growth ** (torch.arange(p.rows) // 40).float()
     dout = (torch.randn(p.rows, p.heads, p.head_dim, generator=torch.Generator().manual_seed(5)) * size[:, None, None]).bfloat16()

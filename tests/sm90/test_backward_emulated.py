@@ -15,13 +15,15 @@ pytest.importorskip("cutlass", reason="the kernel stack is an optional dependenc
 pytestmark = pytest.mark.emulator
 
 CASES = {
-    "module, two heads": dict(lengths=[100, 0, 140], queries=70),
+    "module, two heads, aligned dO": dict(lengths=[100, 0, 140], queries=70, align=True),
     "module, MXFP8, FP16 dQ": dict(lengths=[150], queries=260, heads=1, kv_heads=1, grads="mxfp8", dq_dtype="float16", growth=4.0),
     "jagged, MXFP8, slack, zero blocks beside a huge dO": dict(
         lengths=[130, 1], queries=[3, 200], heads=1, kv_heads=1, shared=False, grads="mxfp8", slack=17, size=1e9
     ),
     "causal, square blocks": dict(lengths=[150, 40], queries=[150, 70], heads=1, kv_heads=1, shared=False, causal=True, block=[32, 32]),
-    "causal, grouped heads": dict(lengths=[150, 40], queries=[150, 70], heads=2, kv_heads=1, shared=False, causal=True),
+    "causal, grouped heads, aligned dO": dict(
+        lengths=[150, 40], queries=[150, 70], heads=2, kv_heads=1, shared=False, causal=True, align=True
+    ),
     "FP16 dQ, partial sums, dV whole, BF16 results, q small from its second tile on": dict(
         lengths=[100], queries=200, heads=2, kv_heads=1, shared=False, block=[128, 128], dq_dtype="float16", whole=True, fall=-9
     ),
