@@ -33,7 +33,7 @@ _kept: dict[tuple[int, int | None], tuple[Tensor, torch.cuda.Event | None]] = {}
 """Matrices of CUDA devices, and the event after which any stream may read one; None once it has happened."""
 
 
-def _rotation(n: int, device: torch.device) -> Tensor:
+def rotation(n: int, device: torch.device) -> Tensor:
     """:func:`hadamard_matrix`, kept for GPUs, where making it costs more launches than using it.
 
     Nothing waits: while the stream that makes it has not come that far, and in a graph capture that meets none, it is made once more.
@@ -62,4 +62,4 @@ def rotate_rows(weight: Tensor, heads: int) -> Tensor:
     """``R W`` for each head: ``weight [heads * D, C]`` to FP32 of the same shape. Applied twice it is the identity."""
     rows, columns = weight.shape
     per_head = weight.to(torch.float32).reshape(heads, rows // heads, columns)
-    return (_rotation(rows // heads, weight.device) @ per_head).reshape(rows, columns)
+    return (rotation(rows // heads, weight.device) @ per_head).reshape(rows, columns)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.hadamard import rotate_rows
 from lp_fa4.debug import Rows, Seen, describe, mx, named, spread
 from lp_fa4.debug.attention import exact_gradients
 from lp_fa4.mx import MXTensor
 from lp_fa4.reference.exact import exact_attention
 from modules.mxfp8 import _settle
+from modules.queries import turn_back
 from modules.reference import rms_norm
 
 
@@ -32,8 +32,6 @@ def _forward(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> It
     if shadow:
         xn = rms_norm(a["values"].to(torch.float32), a["norm_weight"].to(torch.float32), a["eps"])
         w_k, w_v = a["w_k"].to(torch.float32), a["w_v"]
-        if _settle(q.device, head_dim, a["numerics"], a["backend"])[1].rotates(head_dim):
-            w_k = rotate_rows(w_k, heads)  # q comes rotated
         v = xn if w_v is None else xn @ w_v.to(torch.float32).t()
         k, v = ((x.unflatten(1, (heads, head_dim))) for x in (xn @ w_k.t(), v))
         truth = exact_attention(q, k, v, offsets_k=offsets, shared_q=True, dtype=torch.float32)[0]
@@ -67,6 +65,7 @@ def _backward(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> I
         dout = a["dout"].reshape(-1, heads, head_dim)
         v = v.unflatten(1, (heads, head_dim))
         truth = exact_gradients(dout, q, k, v, offsets_k=offsets, shared_q=True)
+        truth = (turn_back(truth[0], opts, saved[-1]), *truth[1:])
     keys = Rows.jagged(offsets)
     yield from named([dq], "dq", shadow=truth[0])
     yield from named([mx(dk, dk_scale, offsets, grad_block[0])], "dk", keys, shadow=None if opts.q_smoothing else truth[1])

@@ -28,7 +28,9 @@ from lp_fa4.mx import MXTensor, quantize_mx, scale_rows
 from lp_fa4.operator import custom_op
 from lp_fa4.ops import finish_backward, run_backward, run_prepass
 from lp_fa4.problem import AttentionProblem, ForwardResult
+from modules.coordinates import balanced, transform
 from modules.numerics import Numerics
+from modules.queries import turn, turn_back
 
 
 @lru_cache(maxsize=64)
@@ -52,7 +54,8 @@ def _settle(device: torch.device, head_dim: int, key: str, backend: str, *, say:
 
     Fake and real implementations, forward and backward, all ask here, so that they agree.
     """
-    name, opts, features = (_choose_once if device.type == "cuda" else _choose)(device, head_dim, key, backend)
+    choose = _choose_once if device.type == "cuda" else _choose
+    name, opts, features = choose(device, int(head_dim), key, backend)  # a trace may give a number as a symbol
     if say and backend == "auto":
         dispatch.announce(name, device, features)
     return name, opts
@@ -85,11 +88,6 @@ def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
 
-def _copy_heads(backend: str, heads: int, w_v: Tensor | None) -> int:
-    """Heads of the copy of xn with tokens innermost: Hopper's attention reads it where xn is V, and the norm writes it on its way."""
-    return heads if backend == "sm90" and w_v is None else 0
-
-
 @custom_op("modules::pma_attention", mutates_args=())
 def pma_attention(
     values: Tensor,
@@ -103,26 +101,31 @@ def pma_attention(
     backend: str,
     out_dtype: torch.dtype,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
-    """Pool ``values [T, dim]`` with ``q [Q, H, D]`` (FP32, shared by every sequence).
+    """Pool ``values [T, dim]`` with ``q [Q, H, D]`` (FP32, shared by every sequence), whose coordinates are chosen in here.
 
     Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out, row_max, row_sum; q codes and
     scale, q_mean and its scores; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
-    normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16.
+    normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16; balanced
+    coordinates and their inverse, empty where they are plain.
     """
     queries, heads, head_dim = q.shape
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
     block = opts.block(head_dim)
-    projection = _projection(w_k, norm_weight, heads, opts, opts.rotates(head_dim))
+    basis = inverse = None
+    if opts.coordinates == "balanced":
+        basis, inverse = balanced(q, w_k, norm_weight)
+    projection = _projection(w_k if basis is None else transform(basis, w_k), norm_weight, heads, opts, opts.rotates(head_dim))
+    q = turn(q, opts, inverse)
 
     normed: Tensor | None = None
     mean = total = None
     if opts.center:
         xn, rstd, mean, total, normed = rmsnorm_center_quantize(
-            values, norm_weight, eps, offsets, block, keep=opts.key_projection == "bf16", copy_heads=_copy_heads(name, heads, w_v)
+            values, norm_weight, eps, offsets, block, keep=opts.key_projection == "bf16"
         )
     else:
         xn, rstd = rmsnorm_quantize(values, norm_weight, eps, offsets, block)
@@ -192,6 +195,8 @@ def pma_attention(
         _empty(values) if mean is None else mean,
         _empty(values) if total is None else total,
         _backward_weight(projection),
+        _empty(values) if basis is None else basis,
+        _empty(values) if inverse is None else inverse,
     )
 
 
@@ -233,6 +238,7 @@ def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dty
         empty(*sums),
         empty(*sums),
         empty(dim, dim, dtype=torch.bfloat16),
+        *(empty(*((heads, head_dim, head_dim) if opts.coordinates == "balanced" else (0,))) for _ in range(2)),
     )
 
 
@@ -243,7 +249,7 @@ def _gradient(codes: Tensor, scale: Tensor, block: tuple[int, int], offsets: Ten
 
 def _saved_problem(saved: list[Tensor], offsets: Tensor, w_v: Tensor | None, numerics: str, backend: str) -> tuple[str, AttentionProblem]:
     """The backend and the forward's problem again, from what the forward kept but its first three (the output and its statistics)."""
-    q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale, xn_codes, xn_scale, v_codes, v_scale, _, mean, total, _ = saved
+    q_codes, q_scale, q_mean, mean_scores, k_codes, k_scale, xn_codes, xn_scale, v_codes, v_scale, _, mean, total = saved[:13]
     heads, head_dim = q_codes.shape[1:]
     name, opts = _settle(q_codes.device, head_dim, numerics, backend)
     batch = offsets.shape[0] - 1
@@ -329,7 +335,7 @@ def pma_attention_backward(
         return plain.codes, plain.scale_bytes
 
     dv_mean = _empty(dout) if grads.dv_mean is None else grads.dv_mean.reshape(batch, heads * head_dim)
-    return grads.dq, *parts(grads.dk), *parts(grads.dv), dv_mean
+    return turn_back(grads.dq, _settle(dout.device, head_dim, numerics, backend)[1], saved[-1]), *parts(grads.dk), *parts(grads.dv), dv_mean
 
 
 @pma_attention_backward.register_fake
@@ -381,10 +387,10 @@ def pma_weight_gradients(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of w_k and w_v in their dtypes, empty where ``needs`` says so. ``grads``: dk, its scale, dv, its scale, dv_mean; ``saved``:
-    codes and scale of xn, rstd, mean and total, the key projection. The last that reads xn, which may be freed before the events' gradient
-    is allocated."""
+    codes and scale of xn, rstd, mean and total, the key projection, coordinates and their inverse. The last that reads xn, which may be
+    freed before the events' gradient is allocated."""
     dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
-    xn_codes, xn_scale, rstd, mean, total, weight = saved
+    xn_codes, xn_scale, rstd, mean, total, weight, basis, _ = saved
     _, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
     block = opts.attention.grad_block
     xn = MXTensor.from_bytes(xn_codes, xn_scale, opts.block(w_k.shape[0] // heads), offsets)
@@ -395,6 +401,8 @@ def pma_weight_gradients(
         assert dw_k is not None
         if opts.rotates(w_k.shape[0] // heads):
             dw_k = rotate_rows(dw_k, heads)
+        if basis.numel():
+            dw_k = transform(basis.transpose(1, 2), dw_k)
     if w_v is not None and needs[1]:
         # dV = dv + w_b and xn = xc + mean_b per sequence b; the columns of dv alone sum to 0 only where w was taken out of them.
         dv = _gradient(dv_codes, dv_scale, block, offsets)

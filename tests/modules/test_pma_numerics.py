@@ -1,15 +1,19 @@
 """The module's numeric options: each does what it says on data made for it, and nothing where there is nothing to do."""
 
+import importlib
+
 import pytest
 import torch
 
 from fused_ops.hadamard import hadamard_matrix
 from lp_fa4.config import AttentionConfig
 from modules import Numerics
-from modules.functional import query_heads
+from modules.coordinates import balanced, transform, transform_heads
 from modules.mxfp8 import row_product
+from modules.queries import query_heads, turn
 from tests.modules.common import DIM, HEADS, batch, exact, make, ratios, run
 
+_RowSide = importlib.import_module("lp_fa4.reference.backward")._RowSide  # the package has a function of the module's name
 LENGTHS = [200, 0, 33, 257, 128]
 
 
@@ -40,6 +44,60 @@ def test_hadamard_helps_shared_outlier_channels_only():
     assert turned["out"] > plain["out"] + 1.5
     plain, turned = measured(hadamard=False), measured()
     assert abs(turned["out"] - plain["out"]) < 0.5
+
+
+def test_aligned_rows_of_equal_magnitudes_are_exact():
+    """A mean loss: all elements of a row of dO are alike, and 1 / l no power of two. Nothing is lost, as if dO were not rounded."""
+    generator = torch.Generator().manual_seed(0)
+    do = torch.tensor([0.3, -1e-4, 0.0, 7.0])[:, None] * torch.where(torch.rand(4, 128, generator=generator) < 0.5, -1.0, 1.0)
+    row_max, row_sum = torch.randn(4, generator=generator), 1 + 1000 * torch.rand(4, generator=generator)
+    plain, aligned, exact = (
+        _RowSide.make(AttentionConfig(align_do=align, round_do=rounded, do_block=(1, 0)), do, do, row_max, row_sum, None)
+        for align, rounded in ((False, True), (True, True), (True, False))
+    )
+    torch.testing.assert_close(aligned.do8, exact.do8, rtol=1e-6, atol=0)
+    assert (plain.do8 * plain.row_sum[:, None] - do).abs().max() > 1e-3 * do.abs().max()
+    # P dO is what it was: P has the factor that dO / l lost.
+    factor = torch.exp2(row_max - aligned.row_max)
+    torch.testing.assert_close(factor[:, None] * exact.do8, do / row_sum[:, None])
+    assert (factor > 0.5).all() and (factor <= 1).all() and factor[2] == 1
+
+
+def lopsided(module):
+    """Queries loud in one half of each head's channels, keys in the other."""
+    for proj, half in ((module.query_proj, 0), (module.key_proj, 1)):
+        proj.weight.unflatten(0, (HEADS, 2, -1))[:, half] *= 4
+        proj.weight *= 0.5
+
+
+def test_balanced_coordinates_help_where_queries_and_keys_differ():
+    plain, turned = measured(lopsided), measured(lopsided, coordinates="balanced")
+    assert all(turned[row] > plain[row] + 1 for row in ("out", "events", "query_proj.weight")), (plain, turned)
+    plain, turned = measured(), measured(coordinates="balanced")
+    assert all(turned[row] > plain[row] - 0.3 for row in plain), (plain, turned)
+
+
+@pytest.mark.parametrize("prepare", ["ordinary", "alike", "one channel", "zero"])
+def test_balanced_coordinates_change_no_score(prepare):
+    """To FP32's precision, whatever the weights: far from it, and where there is nothing to balance."""
+    module = make()
+    with torch.no_grad():
+        if prepare == "alike":
+            alike(module)
+        elif prepare == "one channel":
+            module.query_proj.weight.unflatten(0, (HEADS, -1))[:, 1:] = 0
+            module.key_proj.weight.mul_(1e4)
+        elif prepare == "zero":
+            module.query_proj.weight.zero_()
+        q = query_heads(module.seed_embs, module.query_norm.weight, module.query_proj.weight, HEADS, module.eps, Numerics())
+        basis, inverse = balanced(q, module.key_proj.weight, module.kv_norm.weight)
+        one = torch.eye(DIM // HEADS)
+        assert (basis @ inverse - one).abs().max() < 2e-5 and basis.isfinite().all()
+        rows = torch.randn(50, DIM)
+        keys, plain = rows @ transform(basis, module.key_proj.weight).t(), rows @ module.key_proj.weight.t()
+        got = torch.einsum("qhd,khd->hqk", transform_heads(q, inverse), keys.unflatten(1, (HEADS, -1)))
+        want = torch.einsum("qhd,khd->hqk", q, plain.unflatten(1, (HEADS, -1)))
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_q_smoothing_helps_similar_seeds():
@@ -87,7 +145,7 @@ def test_settled_scales():
 def test_query_side_is_the_formula():
     module = make()
     arguments = (module.seed_embs, module.query_norm.weight, module.query_proj.weight, HEADS, module.eps)
-    q = query_heads(*arguments, Numerics(hadamard=False))
+    q = query_heads(*arguments, Numerics())
     s = module.seed_embs.double()
     want = (
         s
@@ -96,7 +154,8 @@ def test_query_side_is_the_formula():
         @ module.query_proj.weight.double().t()
     )
     torch.testing.assert_close(q.flatten(1).double(), want, rtol=0, atol=1e-4)
-    turned = query_heads(*arguments, Numerics(hadamard=True))
+    assert torch.equal(turn(q, Numerics(hadamard=False)), q)
+    turned = turn(q, Numerics(hadamard=True))
     torch.testing.assert_close(turned, q @ hadamard_matrix(DIM // HEADS), rtol=0, atol=1e-5)
     assert q.dtype == torch.float32 and list(q.shape) == [module.num_seeds, HEADS, DIM // HEADS]
 

@@ -1,0 +1,52 @@
+"""The query side of PMA in plain PyTorch: ``q = RMSNorm(seeds) Wq^T``, and the coordinates that attention multiplies in."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_ops.hadamard import rotation
+from lp_fa4.mx import quantize_mx
+from lp_fa4.operator import custom_op
+from modules.coordinates import transform_heads
+from modules.numerics import Numerics
+
+
+@custom_op("modules::round_mxfp8", mutates_args=())
+def round_mxfp8(x: Tensor) -> Tensor:
+    """``x [T, C]`` rounded to MXFP8 in 32×32 blocks and back to FP32. No gradient."""
+    return quantize_mx(x).dequantize()
+
+
+@round_mxfp8.register_fake
+def _(x):
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None) -> Tensor:
+    """``RMSNorm(seeds) @ Wq^T`` as ``[Q, H, D]`` FP32, before its coordinates are chosen and it is quantized; differentiable.
+
+    There are ``Q`` rows, once a step, so FP32 costs nothing; and with no rounding before the one to E4M3 a compiler that keeps
+    intermediates in FP32 cannot change the codes. With ``query_projection="e4m3"`` the forward product takes both operands in MXFP8;
+    its gradient passes straight through to the FP32 product. ``numerics=None`` is BF16 attention.
+    """
+    s = seeds.to(torch.float32)
+    qn = s * torch.rsqrt(s.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
+    q = F.linear(qn, proj.to(torch.float32))
+    if numerics is not None and numerics.query_projection == "e4m3":
+        low = F.linear(round_mxfp8(qn.detach()), round_mxfp8(proj.detach().to(torch.float32)))
+        q = q + (low - q.detach())
+    return q.unflatten(1, (heads, -1))
+
+
+def turn(q: Tensor, numerics: Numerics, inverse: Tensor | None = None) -> Tensor:
+    """``q [Q, H, D]`` in the coordinates that attention multiplies in: ``inverse [H, D, D]`` of the balanced ones, then the rotation."""
+    if inverse is not None:
+        q = transform_heads(q, inverse)
+    return q @ rotation(q.shape[-1], q.device) if numerics.rotates(q.shape[-1]) else q
+
+
+def turn_back(dq: Tensor, numerics: Numerics, inverse: Tensor) -> Tensor:
+    """Gradient of :func:`turn`'s argument from that of its result, ``[Q, H, D]``; ``inverse``: empty where the coordinates are plain."""
+    if numerics.rotates(dq.shape[-1]):
+        dq = dq @ rotation(dq.shape[-1], dq.device)
+    return transform_heads(dq, inverse.transpose(1, 2)) if inverse.numel() else dq
