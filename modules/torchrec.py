@@ -179,7 +179,13 @@ def embedding_collection(
         tables: table name to (rows, names of the features that look up in it).
         dim: width of every row.
         device: of the tables; "meta" for a model that DistributedModelParallel materialises.
+
+    Raises:
+        ValueError: a table's name that TorchRec cannot keep, because `nn.ModuleDict` has it ("items", "keys", "values", ...).
     """
+    for name in tables:
+        if hasattr(nn.ModuleDict, name):
+            raise ValueError(f"tables: {name!r} is an attribute of nn.ModuleDict, where TorchRec keeps tables: expected another name")
     configs = [
         EmbeddingConfig(name=name, embedding_dim=dim, num_embeddings=rows, feature_names=list(features))
         for name, (rows, features) in tables.items()

@@ -97,6 +97,12 @@ def test_one_name_sums_all_features_by_default(pma):
     assert torch.equal(JaggedPooling(pma)(named), pma(a + b, offsets()))
 
 
+@pytest.mark.parametrize("name", ["items", "keys", "pop"])
+def test_names_that_a_collection_cannot_keep(name):
+    with pytest.raises(ValueError, match=f"tables: '{name}' is an attribute of nn.ModuleDict"):
+        embedding_collection({name: (10, ["a"])}, 8)
+
+
 def test_embedding_collection_output_and_gradients(pma):
     collection = table()
     keyed = keyed_jagged({"a": (ids(), lengths()), "b": (ids(seed=7), lengths())})
