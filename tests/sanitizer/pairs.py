@@ -131,7 +131,7 @@ def explain_read(report: dict[str, Any]) -> str | None:
     """The explanation of a first read."""
     if not report["what"].startswith("Uninitialized __global__ memory read"):
         return None
-    return READS.get((report["kernel"], report.get("function") or function_of(report["place"], report["kernel"])))
+    return READS.get((report["kernel"], report["function"]))
 
 
 def explain(report: dict[str, Any]) -> Pair | None:
