@@ -80,7 +80,7 @@ def backward(
     Raises: ``ValueError`` for what these kernels do not serve.
     """
     prepared = prepare_backward(problem, result, dout, deterministic=deterministic, dlse=dlse)
-    return finish_backward(problem, prepared, deterministic=deterministic, dq_dtype=dq_dtype, whole=whole)
+    return _finish(problem, prepared, deterministic, dq_dtype, whole)
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,11 @@ def finish_backward(
     whole: bool = False,
 ) -> Gradients:
     """The backward's second half, from what ``prepare_backward`` returned for the same problem and choice."""
+    return _finish(problem, list(prepared), deterministic, dq_dtype, whole)
+
+
+def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bool, dq_dtype: torch.dtype, whole: bool) -> Gradients:
+    """``finish_backward``; empties ``prepared``, so that images that nobody else holds are freed before dq is allocated."""
     p, device = problem, problem.device
     mxfp8 = p.config.grad_format == "mxfp8"
     if nothing_to_do(p):
@@ -243,6 +248,7 @@ def finish_backward(
 
     arch, d, kv_heads, batch, queries = arch_of(device), p.head_dim, p.kv_heads, p.batch, p.queries
     do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = prepared
+    prepared.clear()
     z = _sizes(p, deterministic, whole)
     spec, offsets_k, offsets_q = z.spec, z.offsets_k, z.offsets_q
     k, k_scale, _ = token_blocks(p.k, offsets_k)
@@ -264,7 +270,6 @@ def finish_backward(
         keys=spec.item_keys,
     )
     scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
-    dq = empty(dq_dtype, *p.q.shape)
     apart = spec.centred and not spec.whole
     dv_mean = empty(torch.float32, batch, kv_heads, d) if apart else None
     launch(
@@ -289,6 +294,8 @@ def finish_backward(
         z.dq_rows,
         ctas,
     )
+    del do_tiles, q_tiles, stats, suffix, scratch
+    dq = empty(dq_dtype, *p.q.shape)
     launch(
         compile_postpass(arch, d, p.group, queries is None, p.shared_q, apart, spec.dq_half, dtype_name(offsets_k), dtype_name(dq)),
         device,
@@ -311,4 +318,5 @@ def finish_backward(
 
 def _top_scale(x: MXTensor) -> Tensor:
     """The largest scale byte of a token group and head, ``[rows, H]``: what re-coding to the head's width gives it."""
-    return x.scale_bytes.amax(-1).contiguous()
+    scale = x.scale_bytes
+    return (scale[..., 0] if scale.shape[-1] == 1 else scale.amax(-1)).contiguous()

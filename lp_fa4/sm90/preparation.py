@@ -21,7 +21,7 @@ from lp_fa4.sm90.quantize import Work, quantize_all
 class Prepared(NamedTuple):
     """``lp_fa4.reference.Prepared`` and ``lse_shift``: fp32 ``[H, N]``, what centring K took from the LSE, or None.
 
-    ``v`` carries its transposed copy.
+    ``v`` carries its transposed copy where ``copy_pays``.
     """
 
     q: MXTensor
@@ -31,6 +31,16 @@ class Prepared(NamedTuple):
     v_mean: Tensor | None
     v_sum: Tensor | None
     lse_shift: Tensor | None
+
+
+COPY_QUERIES = 1024
+"""Queries that read a key/value head of a sequence, on average, up to which the forward turns V itself. It does so once every 128 queries,
+at 5% of its own time; a copy in memory is written once, at a seventh of the quantize pass."""
+
+
+def copy_pays(q: Tensor, k: Tensor, samples: int) -> bool:
+    """Whether V gets a transposed copy: by shapes alone. ``q [N, H, D]``, ``k [T, Hkv, D]`` in ``samples`` sequences."""
+    return q.shape[0] * q.shape[1] > COPY_QUERIES * samples * k.shape[1]
 
 
 def prepare(
@@ -58,15 +68,15 @@ def prepare(
         offsets_k = equal_offsets(k.shape[0], 1, k.device)
     if offsets_q is None:
         offsets_q = equal_offsets(q.shape[0], 1, q.device)
-    rows = block[0]
+    rows, order = block[0], "accumulator" if copy_pays(q, k, samples) else None
     if causal or not config.center_p:
-        works = [Work(v, offsets_k, rows, order="accumulator"), Work(k, offsets_k, rows), Work(q, offsets_q, rows)]
+        works = [Work(v, offsets_k, rows, order=order), Work(k, offsets_k, rows), Work(q, offsets_q, rows)]
         quantize_all(works)
         return Prepared(*(w.made for w in reversed(works)), None, None, None, None)
     k, v = aligned_rows(k), aligned_rows(v)
     k_mean, v_mean = sample_means((k, v), offsets_k)
     works = [
-        Work(v, offsets_k, rows, order="accumulator", means=v_mean, sums=True),
+        Work(v, offsets_k, rows, order=order, means=v_mean, sums=True),
         Work(k, offsets_k, rows, means=k_mean),
         Work(q, offsets_q, rows, vectors=k_mean),
     ]

@@ -214,8 +214,9 @@ def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse
     return Case(_name("backward", options), arch, None, call, verify)
 
 
-def prepare(arch: str, lengths: list[int], *, rows: int = 128, dim: int = 128, heads: int = 2, seed: int = 0) -> Case:
-    """Centre, quantize, transpose: bytes equal those of ``quantize_mx`` on what was centred; sums within FP32 rounding."""
+def prepare(arch: str, lengths: list[int], *, rows: int = 128, dim: int = 128, heads: int = 2, copied: bool = False, seed: int = 0) -> Case:
+    """Centre, quantize, on Hopper transpose V where ``copied``: bytes equal those of ``quantize_mx`` on what was centred; sums within FP32
+    rounding."""
     from lp_fa4.config import DEFAULT
     from lp_fa4.mx import quantize_mx
 
@@ -226,7 +227,9 @@ def prepare(arch: str, lengths: list[int], *, rows: int = 128, dim: int = 128, h
 
     def call() -> Any:
         with host(arch):
-            return importlib.import_module(_PACKAGES[arch][0]).prepare(q, k, v, offsets, offsets, False, DEFAULT, (rows, dim), dim**-0.5)
+            module = importlib.import_module(_PACKAGES[arch][0] + ".preparation")
+            with mock.patch.object(module, "COPY_QUERIES", 0) if copied else contextlib.nullcontext():
+                return module.prepare(q, k, v, offsets, offsets, False, DEFAULT, (rows, dim), dim**-0.5)
 
     def verify(value: Any) -> None:
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -239,5 +242,11 @@ def prepare(arch: str, lengths: list[int], *, rows: int = 128, dim: int = 128, h
                 sums = torch.zeros_like(value.v_sum, dtype=torch.float64).index_add_(0, sequence, centred.double())
                 worst = (value.v_sum - sums).abs().max()
                 assert worst <= 1e-4, f"v_sum: error {worst:.3g}"
+        copy = getattr(value.v, "transposed", None)
+        assert (copy is not None) == copied
+        if copied:
+            from fused_ops.rmsnorm_quantize.reference import transposed
+
+            assert torch.equal(copy, transposed(value.v.codes.flatten(1), offsets, heads)), "transposed copy of v"
 
     return Case(f"lp_fa4 prepare {lengths} rows={rows} d{dim}", arch, None, call, verify)

@@ -59,4 +59,4 @@ def test_backward(sm90, name):
 
 @pytest.mark.parametrize(("rows", "dim"), [(32, 64), (128, 128)])
 def test_prepare(sm90, rows, dim):
-    check(sm90, "prepare", dict(lengths=SHORT, rows=rows, dim=dim, heads=1))
+    check(sm90, "prepare", dict(lengths=SHORT, rows=rows, dim=dim, heads=1, copied=True))
