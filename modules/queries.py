@@ -49,4 +49,4 @@ def turn_back(dq: Tensor, numerics: Numerics, inverse: Tensor) -> Tensor:
     """Gradient of :func:`turn`'s argument from that of its result, ``[Q, H, D]``; ``inverse``: empty where the coordinates are plain."""
     if numerics.rotates(dq.shape[-1]):
         dq = dq @ rotation(dq.shape[-1], dq.device)
-    return transform_heads(dq, inverse.transpose(1, 2)) if inverse.numel() else dq
+    return transform_heads(dq, inverse.transpose(1, 2)).contiguous() if inverse.numel() else dq

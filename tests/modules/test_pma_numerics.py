@@ -10,7 +10,7 @@ from lp_fa4.config import AttentionConfig
 from modules import Numerics
 from modules.coordinates import balanced, transform, transform_heads
 from modules.mxfp8 import row_product
-from modules.queries import query_heads, turn
+from modules.queries import query_heads, turn, turn_back
 from tests.modules.common import DIM, HEADS, batch, exact, make, ratios, run
 
 _RowSide = importlib.import_module("lp_fa4.reference.backward")._RowSide  # the package has a function of the module's name
@@ -95,6 +95,8 @@ def test_balanced_coordinates_change_no_score(prepare):
         assert (basis @ inverse - one).abs().max() < 2e-5 and basis.isfinite().all()
         rows = torch.randn(50, DIM)
         keys, plain = rows @ transform(basis, module.key_proj.weight).t(), rows @ module.key_proj.weight.t()
+        back = turn_back(q, Numerics(), inverse)  # leaves an operator, of which a trace knows the strides
+        assert back.is_contiguous() and back.shape == q.shape
         got = torch.einsum("qhd,khd->hqk", transform_heads(q, inverse), keys.unflatten(1, (HEADS, -1)))
         want = torch.einsum("qhd,khd->hqk", q, plain.unflatten(1, (HEADS, -1)))
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
