@@ -13,7 +13,7 @@ class MXTensorWithCopy(MXTensor):
 
     ``transposed``: uint8 ``[H, D, 32 * (T // 32 + B)]`` as ``lp_fa4.sm90.transpose.transposed_copy`` defines it, in
     "accumulator" order, of exactly this payload. Any method that makes a new tensor (``to``, ``clone``, ``transpose``)
-    must drop it; the attention forward makes it where it is missing.
+    must drop it; where it is missing the attention forward turns the payload itself.
     """
 
     transposed: Tensor | None = None
