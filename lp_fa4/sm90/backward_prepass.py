@@ -298,6 +298,8 @@ class Prepass:
                 for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
                     delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
                 effect([self.place(image, r), codes[0], codes[1]], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
+                if const_expr(spec.align):
+                    cute.arch.sync_warp()  # the row's lanes have read its inverse, which one of them overwrites
                 if tid % self.lanes == 0:
                     rows.bytes[r], rows.deltas[r] = byte, delta if byte > 0 else Float32(0.0)
                     if const_expr(spec.align):

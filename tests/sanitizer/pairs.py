@@ -60,6 +60,15 @@ PAIRS: tuple[Pair, ...] = (
         Pair(FORWARD, "forward_producer.py produce", f"forward_epilogue.py {f}", REUSE, "an item's record: " + MET.format("q_empty"))
         for f in ("finish", "finish_split")
     ),
+    Pair(FORWARD, "forward_producer.py produce", "forward_turn.py turn_values", REUSE, "a plain tile's record: " + MET.format("v_full")),
+    Pair(
+        FORWARD,
+        "forward_turn.py clear_rows",
+        "backward_load.py load_transposed",
+        REUSE,
+        "a plain tile's rows past its sequence's end: " + MET.format("v_full") + " (by way of the copy that fills the tile again); "
+        "before they are read, all that clear them meet at a named barrier",
+    ),
     *(_statistics(f) for f in ("probabilities", "score_gradients", "step", "segment_factors")),
     _record("copy_warp", "backward_load.py __init__"),
     _record("copy_warp", "backward_dq.py largest_scale"),
