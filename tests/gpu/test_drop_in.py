@@ -91,6 +91,34 @@ def test_gradients(causal, dim):
         assert torch.equal(a.flatten(0, 1), b[:used])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_copy_of_v_changes_no_bit(causal, monkeypatch):
+    """Few queries read V as it is, many a transposed copy: outputs and gradients are the same bits."""
+    from lp_fa4.sm90 import preparation
+
+    lengths_k, queries = (0, 1, 129, 700), 200
+    inputs_ = inputs(len(lengths_k) * queries, sum(lengths_k) + 3, 4, 2, 128)
+    offsets = offsets_of([queries] * len(lengths_k)), offsets_of(lengths_k)
+    dout = torch.randn_like(inputs_[0])
+    made, prepare = [], preparation.prepare
+
+    def kept(*arguments):
+        made.append(prepare(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(preparation, "prepare", kept)
+    results = []
+    for most in (1024, 0):
+        monkeypatch.setattr(preparation, "COPY_QUERIES", most)
+        leaves = [x.clone().requires_grad_() for x in inputs_]
+        poison()
+        out = flash_attn_varlen_func(*leaves, *offsets, queries, 700, causal=causal, deterministic=True, backend="sm90")
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert [hasattr(x.v, "transposed") for x in made] == [False, True]
+    for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert torch.equal(a, b), name
+
+
 def test_gradient_of_the_lse():
     """Served where the LSE is returned (dQ is then summed in FP32); FP16 sums beside it are refused: their bound is on dO alone."""
     q, k, v = (x.requires_grad_() for x in inputs(200, 300, 2, 2, 64))
