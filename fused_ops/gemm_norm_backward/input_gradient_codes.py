@@ -6,6 +6,8 @@ everything they read is on its way long before:
 
 * warp 0 asks for codes of dk by TMA, 128 columns at a time, warp 1 for those of ``x`` and dv that belong to this CTA, 64 columns at a time:
   two rings, both in the order in which they are used, so that most of shared memory beside the weight is always being filled;
+* warp 1 adds up ``dnorm_weight`` too: a computing warp leaves the sums over pairs of its rows where it found ``x``, and the stage is added
+  before it is filled again, always in the order of the tiles;
 * warps 2 and 3 look up whose row it is and write a table of what belongs to it: ``rstd``, sequence, exponents;
 * a computing warpgroup multiplies from registers, keeps ``x`` in registers from its first use to its second, and stores ``dx`` from there.
 
@@ -29,9 +31,7 @@ from fused_ops.gemm_norm_backward.input_gradient import (
     InputGradient,
     load_generic,
     load_shared,
-    run_element,
     store_words,
-    sum_rows,
 )
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -227,7 +227,7 @@ class InputGradientOfCodes(InputGradient):
             if warp == 0:
                 self.ask_codes(at, bars, store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner), dk_atom, t_dk)
             elif warp == 1:
-                self.ask_rows(at, bars, store.rows.get_tensor(l_rows.outer, swizzle=l_rows.inner), extra, x_atom, t_x, dv_atom, t_dv)
+                self.ask_rows(io, at, s, bars, store.rows.get_tensor(l_rows.outer, swizzle=l_rows.inner), extra, x_atom, t_x, dv_atom, t_dv)
             else:
                 self.tabulate(io, at, s, bars)
         else:
@@ -261,9 +261,10 @@ class InputGradientOfCodes(InputGradient):
 
     @cute.jit
     def ask_rows(
-        self, at, bars, rows: cute.Tensor, extra, x_atom: cute.CopyAtom, t_x: cute.Tensor, dv_atom, t_dv
+        self, io, at, s, bars, rows: cute.Tensor, extra, x_atom: cute.CopyAtom, t_x: cute.Tensor, dv_atom, t_dv
     ):  # fmt: skip
-        """Warp 1: copies of this CTA's columns of ``x`` and dv."""
+        """Warp 1: copies of this CTA's columns of ``x`` and dv, and the sums for ``dnorm_weight`` that a stage holds before it is filled
+        again; after the last tile, those of the stages that are not."""
         spec = self.spec
         one = cute.make_layout(1)
         sides = [(x_atom, rows, t_x)]
@@ -273,17 +274,36 @@ class InputGradientOfCodes(InputGradient):
         for atom, boxes, tensor in sides:
             tiles = cute.local_tile(tensor, (TILE, 64), (None, None))
             pairs.append((atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))))
-        for tile in cutlass.range(at.first, at.last, unroll=1):
+        sums = cute.make_rmem_tensor((4, self.subs), Float32)
+        sums.fill(0.0)
+        fillings = (at.last - at.first) * self.subs
+        after = -(-spec.x_stages // self.subs) if spec.need_norm else 0
+        for tile in cutlass.range(at.first, at.last + after, unroll=1):
             for j in cutlass.range_constexpr(self.subs):
                 turn = tile - at.first
-                stage, phase = place_in_ring(turn * self.subs + j, spec.x_stages)
-                full = bars.x_full + (turn % spec.groups * spec.x_stages + stage)
-                cute.arch.mbarrier_wait(bars.x_empty + stage, phase ^ 1)
-                cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, X_BOX + (DV_BOX if spec.dv is not None else 0))
-                for atom, target, source in pairs:
-                    cute.copy(atom, source[None, tile, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
+                index = turn * self.subs + j
+                stage, phase = place_in_ring(index, spec.x_stages)
+                if index < fillings + (spec.x_stages if spec.need_norm else 0):
+                    cute.arch.mbarrier_wait(bars.x_empty + stage, phase ^ 1)
+                    if const_expr(spec.need_norm):  # noqa: SIM102 - one is decided at compile time
+                        if index >= spec.x_stages:
+                            add_stage(sums[None, (j - spec.x_stages) % self.subs], s.rows + stage * X_BOX)
+                if index < fillings:
+                    full = bars.x_full + (turn % spec.groups * spec.x_stages + stage)
+                    cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, X_BOX + (DV_BOX if spec.dv is not None else 0))
+                    for atom, target, source in pairs:
+                        cute.copy(atom, source[None, tile, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
+        if const_expr(spec.need_norm):
+            lane, parts = cute.arch.lane_idx(), io.parts
+            for j in cutlass.range_constexpr(self.subs):
+                for e in cutlass.range_constexpr(4):
+                    value = sums[e, j] + cute.arch.shuffle_sync_bfly(sums[e, j], offset=8)
+                    value = value if at.total > 0 else Float32(0.0)
+                    if lane // 8 % 2 == 0:
+                        parts[at.run, at.column0 + 64 * j + lane // 16 * 32 + lane % 8 * 4 + e] = value
 
     @cute.jit
     def tabulate(self, io, at, s, bars):
@@ -358,8 +378,6 @@ class InputGradientOfCodes(InputGradient):
         spec = self.spec
         lane = cute.arch.lane_idx()
         warp = at.warp % 4
-        columns = cute.make_rmem_tensor(self.runs, Float32)
-        columns.fill(0.0)
         acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
         operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, 64))) for _ in range(2)]
         row = 16 * warp + row_in_eight(lane // 4)
@@ -370,12 +388,7 @@ class InputGradientOfCodes(InputGradient):
             table = s.table + group * (4 * spec.table_words)
             cute.arch.mbarrier_wait(bars.table + group, turn // spec.groups % 2)
             self.multiply(mma, b, acc, operands, s, bars, table, tile, turn, row, at, group, phases)
-            self.norm(io, at, s, bars, exchange, acc, columns, table, tile, turn, row, group, phases)
-        if const_expr(spec.need_norm):
-            line = (at.run * spec.groups + group) * 4 + warp
-            for q in cutlass.range_constexpr(self.runs):
-                value = columns[q] if at.total > 0 else Float32(0.0)
-                io.parts[line, at.column0 + 32 * q + 8 * (lane % 4) + run_element(lane)] = value
+            self.norm(io, at, s, bars, exchange, acc, table, tile, turn, row, group, phases)
 
     @cute.jit
     def multiply(
@@ -423,8 +436,8 @@ class InputGradientOfCodes(InputGradient):
 
     @cute.jit
     def norm(
-        self, io, at, s, bars, exchange, acc: cute.Tensor, columns: cute.Tensor, table: Int32, tile: Int32, turn: Int32, row: Int32,
-        group: Int32, phases: cute.Tensor,
+        self, io, at, s, bars, exchange, acc: cute.Tensor, table: Int32, tile: Int32, turn: Int32, row: Int32, group: Int32,
+        phases: cute.Tensor,
     ):  # fmt: skip
         """From ``dk w`` to ``dx``: ``acc`` becomes ``t = g dxn rstd``, then ``dx = t - x (rstd^2 mean(t x))``."""
         spec = self.spec
@@ -448,6 +461,7 @@ class InputGradientOfCodes(InputGradient):
                     bases[i] = address_of(io.mean, sequences[i] ^ (sequences[i] >> 31), at.column0 + 8 * quad)
         sums = [Float32(0.0), Float32(0.0)]
         ends = tile * TILE + TILE > at.total
+        mine = 2048 * (at.warp % 4) + 128 * (lane // 4) + (((2 * quad) ^ (lane // 4 % 2)) << 4)
         for j in cutlass.range_constexpr(self.subs):
             stage = stage_of(turn, self.subs, j, spec.x_stages)
             powers = []
@@ -475,7 +489,10 @@ class InputGradientOfCodes(InputGradient):
                                 xs[n, q, i] = Int32(0)
                             if const_expr(spec.dv is not None):
                                 extras[q, i].fill(0)
-            release(bars.x_empty + stage)
+            if const_expr(spec.need_norm):
+                cute.arch.sync_warp()  # the sums go where other lanes of this warp found x
+            else:
+                release(bars.x_empty + stage)
             for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
                 gain = cute.make_rmem_tensor(8, Float32)
                 load_shared(s.gains.iterator + (32 * q + 8 * quad), gain)
@@ -508,7 +525,9 @@ class InputGradientOfCodes(InputGradient):
                         acc[index] = d * gain[e]
                         sums[i] = fma(acc[index], xf[e], sums[i])
                 if const_expr(spec.need_norm):
-                    columns[q] = columns[q] + sum_rows(column_sums)
+                    leave_sums(s.rows + stage * X_BOX + mine, 1024 * (q % 2), column_sums)
+            if const_expr(spec.need_norm):
+                release(bars.x_empty + stage)
         release(bars.used + group)
         if const_expr(spec.need_x):
             for i in cutlass.range_constexpr(2):
@@ -555,6 +574,37 @@ def stage_of(turn, count: int, i: int, stages: int):
 def place_in_ring(index, stages: int):
     """Stage of the ``index``-th filling of a ring, and its phase."""
     return index % stages, index // stages % 2
+
+
+@cute.jit
+def leave_sums(place: Int32, after: cutlass.Constexpr, values):
+    """A thread's sums of 8 columns over its two rows, to its warp's part of a stage: 8 lines, a pair of rows each, of 32 columns.
+
+    ``place``: of the first 16 bytes. Every other line has its pieces of 16 bytes exchanged, so that the two lines that are served together
+    lie in different banks.
+    """
+    for h in cutlass.range_constexpr(2):
+        words = cute.make_rmem_tensor(4, Float32)
+        for e in cutlass.range_constexpr(4):
+            words[e] = values[4 * h + e]
+        pointer = cute.make_ptr(Float32, (place ^ (16 * h)) + after, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(4)))
+
+
+@cute.jit
+def add_stage(sums: cute.Tensor, place: Int32):
+    """What :func:`leave_sums` left in a stage, added to ``sums``: a lane's 4 columns, every other line; half of the warp for 32 columns."""
+    lane = cute.arch.lane_idx()
+    source = place + lane // 16 * 1024 + lane // 8 % 2 * 128 + (((lane % 8) ^ (lane // 8 % 2)) << 4)
+    total = cute.make_rmem_tensor(4, Float32)
+    total.fill(0.0)
+    for w in cutlass.range_constexpr(4):
+        lines = [shared_words(source + (2048 * w + 256 * m), 4) for m in range(4)]
+        for e in cutlass.range_constexpr(4):
+            first, second = (float_of(lines[m][e]) + float_of(lines[m + 1][e]) for m in (0, 2))
+            total[e] = total[e] + (first + second)
+    for e in cutlass.range_constexpr(4):
+        sums[e] = sums[e] + total[e]
 
 
 @cute.jit

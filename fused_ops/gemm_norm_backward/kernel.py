@@ -81,7 +81,8 @@ def input_gradient(
     tiles = -(-x.shape[0] // TILE)
     clusters = min(clusters_of(device, spec.cluster), -(-tiles // spec.groups))
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if need_x else None
-    parts = torch.empty(clusters * spec.groups * 4, columns, dtype=torch.float32, device=device) if need_norm else None
+    sums = clusters * (1 if spec.roles else spec.groups * 4)
+    parts = torch.empty(sums, columns, dtype=torch.float32, device=device) if need_norm else None
     compile_it = compile_input_gradient_of_codes if spec.roles else compile_input_gradient
     launch(
         compile_it(arch_of(device), None if offsets is None else dtype_name(offsets), spec),

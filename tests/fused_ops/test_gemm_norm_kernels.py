@@ -30,6 +30,9 @@ CASES = {
     "roles: dense, rows with gaps, every stage is filled again": dict(
         lengths=None, tokens=577, rows=128, columns=64, strided=True, needs=[True, False, False]
     ),
+    "roles: sums in stages that are filled again": dict(
+        lengths=[300, 0, 601], rows=128, columns=192, capacity=9, bad=[3, 340], needs=[False, True, False]
+    ),
     "everything": dict(lengths=LENGTHS, rows=64, columns=64, capacity=9, xn=[32, 32]),
     "dense, BF16 gradients, FP16 rows with gaps": dict(
         lengths=None, tokens=65, rows=64, columns=64, dk="bfloat16", dv=None, xn="bfloat16", mean=False, dtype="float16", strided=True
