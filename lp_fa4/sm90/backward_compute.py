@@ -14,7 +14,8 @@ The exponents of dO ride in the statistics; those of K and V are one factor a wa
 dK contracts over the queries and dQ over the keys, and no Hopper MMA scales blocks, so one ``x`` must hold for a warp's keys and all
 queries summed so far. It is found online: from the absolute maximum of the first query tile over the warpgroup's keys, then kept while
 nothing overflows. A warp whose values pass 448 lowers its own ``x`` and its share of dK at once, without waiting for the others, and
-publishes it beside its codes.
+publishes it beside its codes. In long loops the other warps of its warpgroup take that scale a turn of the ring of query tiles later: what
+they read then has been handed over for certain, so results repeat.
 """
 
 import cutlass
@@ -50,7 +51,9 @@ from lp_fa4.sm90.backward_ops import (
     pick_pairs,
     pinned,
     power_for,
+    reciprocal_power,
     redux_max,
+    redux_min,
     release,
     shared_floats,
     to_codes,
@@ -61,6 +64,8 @@ CODE_TARGET = 7
 SMALL_SHARE = 2.0**-6
 """Shares of a query tile in the scale of q under which dS is coded for dK and for dQ separately (``BackwardSpec.tiles``)."""
 FIRST, STEADY = range(2)
+NO_SCALE = 2.0**100
+"""Scale that no other is above."""
 BARRIER_GROUP = 1
 """First of two named barriers, one a warpgroup."""
 
@@ -175,12 +180,14 @@ def largest(S):
 
 
 @cute.jit
-def first_exponent(w, S, stage):
+def first_exponent(spec, w, S, stage, phase):
     """Scale of dS codes for a fresh sum: from the absolute maximum over the warpgroup's 64 keys and 64 queries. Scales S. (The maxima
     belong to the tile's ``stage``, which every warp has released since they were read there.)"""
     bits = redux_max(largest(S))
     if w.lane == 0:
         effect([w.peak + 32 * stage + 4 * w.warp, bits], "st.shared.b32 [$0], $1;", "r,r")
+        if const_expr(spec.follows):
+            forget_scales(w, stage, phase)
     cute.arch.barrier(barrier_id=BARRIER_GROUP + w.group, number_of_threads=128)
     peaks = shared_floats(w.peak + 32 * stage + 16 * w.group, 4, 16)
     top = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
@@ -269,6 +276,43 @@ def store_codes(w, codes, buffer, x):
         effect([w.scales + 32 * buffer + 4 * w.warp, x], "st.shared.f32 [$0], $1;", "r,f")
 
 
+def scale_slot(w, stage, phase):
+    """Where the warps leave their scale of the tile at this place of the ring of Q, and, under the other phase, of the tile one turn of the
+    ring before. Whoever holds a tile of Q knows that all eight warps have handed over the one before it there; none is two turns ahead."""
+    return w.history + 32 * pinned(stage + w.a_stages * phase)  # hoisted addresses would spill
+
+
+def forget_scales(w, stage, phase):
+    """At a segment's first tile: what this warp left for the tiles less than a turn before, which its warpgroup has not read yet."""
+    for back in range(1, w.a_stages):
+        place = stage + w.a_stages * phase - back
+        place = place + ((place >> 31) & (2 * w.a_stages))
+        effect([w.history + 32 * pinned(place) + 4 * w.warp, Float32(NO_SCALE)], "st.shared.f32 [$0], $1;", "r,f")
+
+
+@cute.jit
+def note_scale(w, stage, phase, x):
+    """Leave this warp's scale for :func:`follow_scales`."""
+    if w.lane == 0:
+        effect([scale_slot(w, stage, phase) + 4 * pinned(w.warp), x], "st.shared.f32 [$0], $1;", "r,f")
+
+
+@cute.jit
+def follow_scales(w, stage, phase, x, dK):
+    """Take the smallest scale that the warpgroup's warps had one turn of the ring before, if that tile is of this segment. Else a warp
+    that lowered its scale would stay apart for the rest of the segment, and the dQ warpgroup would rewrite the codes of every tile of it.
+    Returns the scale."""
+    at = scale_slot(w, stage, phase ^ 1) + 16 * w.group + 4 * (pinned(w.lane) % 4)
+    least = redux_min(shared_ints(at, 1)[0])
+    if least < bits_of(x):
+        low = float_of(least)
+        down = low * reciprocal_power(x)
+        for i in cutlass.range_constexpr(cute.size(dK)):
+            dK[i] = dK[i] * down
+        x = low
+    return x
+
+
 @cute.jit
 def hand_over(spec, w, stage, buffer):
     """dS of a tile goes to the dQ warpgroup, its Q, dO and statistics back to the copy warp. The fence waits for the stores of
@@ -286,8 +330,10 @@ def pass_tile(spec, w, now):
     cute.arch.mbarrier_wait(w.bars.ds_empty + buffer, ds_phase ^ 1)
     codes = cute.make_rmem_tensor(8, Int32)
     codes.fill(0)
-    store_codes(w, codes, buffer, Float32(2.0**100))
+    store_codes(w, codes, buffer, Float32(NO_SCALE))
     cute.arch.mbarrier_wait(w.bars.a_full + stage, phase)
+    if const_expr(spec.follows):
+        note_scale(w, stage, phase, Float32(NO_SCALE))
     hand_over(spec, w, stage, buffer)
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
     release(spec, w.bars.t_empty + out, w.peer)
@@ -345,6 +391,8 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     warpgroup.wait_group(0)
     if const_expr(kind != FIRST and under):
         release(spec, bars.t_empty + last[0], w.peer)
+    if const_expr(kind != FIRST and spec.follows):
+        x = follow_scales(w, stage, phase, x, dK)
     share = common = Float32(1.0)
     if const_expr(spec.tiles):  # of this tile's q in dK: in the codes of dS, and taken out again with their scale in dQ
         share = shared_floats(stat + 4 * STAT_Q0, 1, 4)[0]
@@ -352,7 +400,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     scale = Float32(1.0) if const_expr(kind == FIRST) else x
     score_gradients(spec, w, pairs, dP, stat, fv, scale * common if const_expr(spec.tiles) else scale)
     if const_expr(kind == FIRST):
-        x = first_exponent(w, dP, stage)
+        x = first_exponent(spec, w, dP, stage, phase)
     elif const_expr(spec.fold):
         x = keep_in_range(dP, x, dK)
     if const_expr(spec.fold):
@@ -374,6 +422,8 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         publish(spec, w, dP, w.dS, buffer, x)
     else:
         x = publish_in_range(spec, w, dP, w.dS, buffer, x, dK)
+    if const_expr(spec.follows):
+        note_scale(w, stage, phase, x)
     return x
 
 

@@ -1,6 +1,6 @@
 """What the backward kernels agree on: compile-time choices, tile images, statistics and workspace sizes. No ``cutlass`` here.
 
-Units of work: a key tile is 128 keys of one sequence, a query tile 64 queries, a chunk 16 query tiles (1,024 queries, the longest sum
+Units of work: a key tile is 128 keys of one sequence, a query tile 64 queries, a chunk 32 query tiles (2,048 queries, the longest sum
 that stays inside the tensor core's accumulator), an item one key tile of one key/value head (or two neighbours, see
 ``BackwardSpec.cluster``).
 
@@ -8,7 +8,7 @@ Images of a query tile: the bytes of its codes as shared memory wants them, swiz
 codes ``[D, 64]`` (queries of each run of 16 in the order of ``backward_load``).
 
 Query rows are laid out by the tile rule with 64: tile ``i`` of sequence ``b`` is row ``offsets_q[b] // 64 + b + i`` of the workspaces
-(dense or shared: ``b * ceil(Q / 64) + i``), chunks by the same rule with 1,024. Every workspace tile is written whole, rows past the
+(dense or shared: ``b * ceil(Q / 64) + i``), chunks by the same rule with 2,048. Every workspace tile is written whole, rows past the
 sequence's end as zeros, so that the main kernel needs no bound on its query side.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 KEY_TILE = 128
 QUERY_TILE = 64
-CHUNK_TILES = 16
+CHUNK_TILES = 32
 CHUNK = QUERY_TILE * CHUNK_TILES
 ITEM_FIELDS = 8
 """int32 fields of a work item: sequence, first item of the sequence, 0, first token, tokens, first query tile row, queries, scale row."""
@@ -41,7 +41,7 @@ class BackwardSpec:
         suffix: P - l/K on query tiles that see all of a warp's keys, and their coherent part added here (see ``backward_suffix``).
         whole: ``centred``, and the coherent part, ``sum dO / K``, is added here too. jagged: with ``whole``, queries come from offsets.
         shared: one set of queries for all sequences; dQ goes to ``replicas`` buffers.
-        long: some key tile may meet more than one chunk (more than 1,024 queries, or grouped heads): partial sums leave the tensor core.
+        long: some key tile may meet more than one chunk (more than 2,048 queries, or grouped heads): partial sums leave the tensor core.
         fold: exponents of q or of k differ inside a tile, so dS is coded twice.
         tiles: exponents of q differ from query tile to query tile, not inside one; those of k not inside a key tile.
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
@@ -83,6 +83,11 @@ class BackwardSpec:
     def drawn(self) -> bool:
         """CTAs draw the next item of the list as they become free; otherwise each takes every so manieth."""
         return not (self.cluster or self.deterministic)
+
+    @property
+    def follows(self) -> bool:
+        """Warps take over the smallest scale of dS in their warpgroup: a gain in long loops only, and not where it would spill."""
+        return self.long and self.group == 1 and not self.cluster and not self.tiles
 
     @property
     def tile_bytes(self) -> int:

@@ -150,7 +150,7 @@ class BackwardMain:
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 64], 256]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
-            peak: cute.struct.Align[cute.struct.MemRange[Float32, 8 * a_stages], 64]
+            peak: cute.struct.Align[cute.struct.MemRange[Float32, (24 if spec.follows else 8) * a_stages], 64]
             block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 64], 128]
             stat: cute.struct.Align[cute.struct.MemRange[Float32, STAT_FLOATS * a_stages], 1024]
             q: codes(layouts.q)
@@ -298,6 +298,8 @@ class BackwardMain:
                 stat=smem.stat_address,
                 scales=address(store.scales),
                 peak=address(store.peak),
+                history=address(store.peak) + 32 * a_stages,
+                a_stages=a_stages,
                 block_peaks=address(store.block_peaks),
                 staging=address(store.staging) + own * staging_bytes(spec),
                 record=smem.record,
@@ -313,7 +315,7 @@ class BackwardMain:
 
     @cute.jit
     def consume(self, w, grads, kv_heads):
-        """Walk the items: segments of at most 16 query tiles each, then the results of the key tile."""
+        """Walk the items: segments of at most 32 query tiles each, then the results of the key tile."""
         spec, bars = self.spec, w.bars
         d = spec.head_dim
         bid, _, _ = cute.arch.block_idx()

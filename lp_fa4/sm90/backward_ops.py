@@ -54,6 +54,11 @@ def redux_max(x):
     return Int32(inline_ptx(T.i32(), [x], "{.reg .b32 v; mov.b32 v, $1; redux.sync.max.s32 $0, v, 0xffffffff;}", "=r,f", side_effects=True))
 
 
+def redux_min(x):
+    """Smallest of a warp's non-negative FP32 values given as their bits."""
+    return Int32(inline_ptx(T.i32(), [x], "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", side_effects=True))
+
+
 def mask_of(below):
     """16-bit halves of a word that hold tokens: 0, 1 or 2 tokens left give 0, 0xFFFF, 0xFFFFFFFF."""
     return Int32(

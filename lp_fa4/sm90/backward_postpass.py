@@ -14,7 +14,7 @@ THREADS = common.THREADS
 
 
 class Postpass(common.Postpass):
-    """Tiles of 64 queries, column sums of dO by chunks of 512, powers of two of FP16 sums by chunk."""
+    """Tiles of 64 queries, column sums of dO by chunks of 2,048, powers of two of FP16 sums by chunk."""
 
     tile, chunk = QUERY_TILE, CHUNK
 

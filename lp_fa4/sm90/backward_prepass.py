@@ -1,6 +1,6 @@
 """What the backward's main kernel needs of the query side, in one launch: codes of dO and Q as tile images, per-query statistics, zeros.
 
-One CTA takes a chunk (1,024 queries of one sequence and head) in one pass over dO and out, tile by tile::
+One CTA takes a chunk (2,048 queries of one sequence and head) in one pass over dO and out, tile by tile::
 
     dO8 = E4M3(dO / l * 2^-e)          e: exponent of the row (smallest with no clipping)
     b   = -rowsum(dO8 * Oc)            in units of the codes (or from dO before rounding)
