@@ -4,13 +4,15 @@
 
 Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
 ``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths),
-``whole`` (true: dV with its mean part, BF16 dQ), ``align`` (of dO's rows), ``fall`` (q times two to this from row 128 on). Prints
+``whole`` (true: dV with its mean part, BF16 dQ), ``align`` (of dO's rows), ``fall`` (q times two to this from row 128 on), ``chunk`` (query
+tiles that are summed inside the tensor core, instead of 32: long loops on few queries). Prints
 one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
 reference. Lanes that did not meet (``tests.sanitizer.lanes``) end it with an error. A process of its own: the emulated architecture is
 fixed at import.
 """
 
 import dataclasses
+import importlib
 import json
 import sys
 from unittest import mock
@@ -27,11 +29,22 @@ from tests.sm90.agreement import compare
 MULTIPROCESSORS = 4
 
 
+def set_chunk(tiles: int) -> None:
+    """Chunks of ``tiles`` query tiles in every kernel and in the host's sizes."""
+    for name in ("layout", "load", "store", "prepass", "postpass", "host"):
+        module = importlib.import_module(f"lp_fa4.sm90.backward_{name}")
+        for field, value in (("CHUNK_TILES", tiles), ("CHUNK", tiles * 64)):
+            if hasattr(module, field):
+                setattr(module, field, value)
+    importlib.import_module("lp_fa4.sm90.backward_postpass").Postpass.chunk = tiles * 64
+
+
 def main(text: str, schedules: list[str]) -> None:
     fields = json.loads(text)
     grads, deterministic, growth = fields.pop("grads", "bf16"), fields.pop("deterministic", False), fields.pop("growth", 1.0)
     of_all = fields.pop("size", 1.0)
     cluster_keys = 0 if fields.pop("cluster", False) else None
+    chunk = fields.pop("chunk", None)
     dq_dtype = getattr(torch, fields.pop("dq_dtype", "float32"))
     problems.DEVICE = torch.device("cpu")
     whole, fall, align = fields.pop("whole", False), fields.pop("fall", 0), fields.pop("align", False)
@@ -50,6 +63,8 @@ def main(text: str, schedules: list[str]) -> None:
         from lp_fa4.sm90 import backward_host as module
         from lp_fa4.sm90 import recode
 
+        if chunk is not None:
+            set_chunk(chunk)
         with (
             mock.patch.object(module, "arch_of", lambda device: "sm_90a"),
             mock.patch.object(recode, "arch_of", lambda device: "sm_90a"),
