@@ -139,6 +139,35 @@ def product_work(tokens: int, columns: int, device: torch.device, *, form: str) 
     return Work(f"gemm_quantize {form}, {tokens / 1e6:g} M x {columns}", variants, count, 2.0 * parts * tokens * columns**2)
 
 
+def both_work(tokens: int, columns: int, device: torch.device) -> Work:
+    """Norm and projection as the module calls them, exponents given: in one kernel, and in two, by either form of the key projection."""
+    from fused_ops import gemm_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_project
+
+    x, offsets = events(tokens, columns, device)
+    gain = torch.rand(columns, device=device) + 0.5
+    weight = torch.randn(columns, columns, device=device) / columns**0.5
+    heads, block = columns // HEAD_DIM, (0, HEAD_DIM)
+    whole, split = (projection_weight(weight, gain, heads, form, (32, HEAD_DIM), centred=True) for form in ("bf16", "e4m3x2"))
+
+    def codes() -> object:
+        norm = rmsnorm_center_quantize(x, gain, offsets=offsets, block=block)
+        return norm, gemm_quantize(norm.xn, split.weight, block, exponent=split.bound)
+
+    def rows() -> object:
+        norm = rmsnorm_center_quantize(x, gain, offsets=offsets, block=block, keep=True)
+        assert norm.normed is not None
+        return norm, gemm_quantize(norm.normed, whole.rounded, block, offsets=offsets, exponent=whole.bound)
+
+    count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=0, centred=True, keep=False, copied=False) + tokens * 1.0 * columns
+    variants: dict[str, Callable[[], object]] = {
+        "rmsnorm_project": lambda: rmsnorm_project(x, gain, whole.rounded, whole.bound, offsets=offsets),
+        "norm, then E4M3 hi + lo": codes,
+        "norm with BF16 rows, then BF16": rows,
+        COPY: copy_of(count, device),
+    }
+    return Work(f"rmsnorm_project, {tokens / 1e6:g} M x {columns}", variants, count, 2.0 * tokens * columns**2)
+
+
 def scale_bytes(tokens: int, columns: int, sequences: int) -> float:
     """Bytes of ``scatter_scales`` for one axis: the compact grid of 32 x 32 blocks, whole 128 x 4 atoms for every tile of 128 tokens."""
     grid, tiles = (tokens // 32 + sequences) * (columns / 32), tokens // 128 + sequences
@@ -173,10 +202,12 @@ def _works() -> dict[str, Callable[[torch.device], Work]]:
         makers[f"norm-{kind.replace(' ', '-')}"] = partial(norm_work, kind=kind)
     for form in ("pair", "single", "bf16"):
         makers[f"gemm-{form}"] = partial(product_work, form=form)
+    makers["both"] = both_work
     makers["scale"] = scale_work
     made: dict[str, Callable[[torch.device], Work]] = {}
     for name, maker in makers.items():
-        for millions, columns in SIZES[:1] if name in ("norm-static-plain", "norm-kept") else SIZES:
+        only = {"norm-static-plain": SIZES[:1], "norm-kept": SIZES[:1], "both": [size for size in SIZES if size[1] == 384]}
+        for millions, columns in only.get(name, SIZES):
             made[f"{name}-{columns}-{millions:g}"] = partial(maker, int(millions * 1e6), columns)
     return made
 
@@ -197,12 +228,20 @@ def check(device: torch.device) -> None:
         apart = float((mine.xn.codes != theirs.xn.codes).float().mean())
         if apart > 2e-3:
             raise RuntimeError(f"rmsnorm_quantize: {apart:.3g} of the codes differ from the definition's: not timed")
-    from fused_ops import gemm_quantize
+    from fused_ops import gemm_quantize, rmsnorm_project
     from fused_ops.operands import split_e4m3
 
     weight = torch.randn(384, 384, device=device) / 20
     exponent = torch.zeros(3, dtype=torch.int32, device=device)
     normed = rmsnorm_center_quantize(x, torch.ones(384, device=device), offsets=offsets, block=(0, HEAD_DIM)).xn
+    made = [
+        rmsnorm_project(x, torch.ones(384, device=device), weight.bfloat16(), exponent, offsets=offsets, backend=b)
+        for b in ("auto", "reference")
+    ]
+    for mine, theirs in zip(*((m.norm.xn, m.product) for m in made), strict=True):
+        apart = float((mine.codes != theirs.codes).float().mean())
+        if apart > 1e-2:
+            raise RuntimeError(f"rmsnorm_project: {apart:.3g} of the codes differ from the definition's: not timed")
     pair = split_e4m3(weight, (32, HEAD_DIM))
     for left, right in ((normed, pair), (normed, pair[0]), (x, weight.bfloat16())):
         places = dict(offsets=offsets) if isinstance(left, Tensor) else {}

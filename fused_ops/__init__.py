@@ -9,12 +9,14 @@ from fused_ops.gemm_norm_backward.interface import GemmNormGradients, gemm_norm_
 from fused_ops.gemm_quantize.interface import gemm_quantize, gemm_quantize_scatter
 from fused_ops.gemm_quantize.weights import projection_weight
 from fused_ops.head_quantize.interface import head_quantize
+from fused_ops.norm_projection.interface import NormProjection, rmsnorm_project
 from fused_ops.rmsnorm_quantize.interface import CentredNorm, rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize
 from fused_ops.scale_layout.interface import gather_scales, scatter_scales
 
 __all__ = [
     "CentredNorm",
     "GemmNormGradients",
+    "NormProjection",
     "gather_scales",
     "gemm_norm_backward",
     "gemm_quantize",
@@ -23,6 +25,7 @@ __all__ = [
     "projection_weight",
     "rmsnorm_center_quantize",
     "rmsnorm_center_scatter",
+    "rmsnorm_project",
     "rmsnorm_quantize",
     "scatter_scales",
 ]

@@ -103,7 +103,7 @@ def norm_exponent(weight: Tensor, width: int, *, centred: bool = False) -> Tenso
     return encode_scale(bound).to(torch.int32) - 127
 
 
-def _check(x: Tensor, weight: Tensor, eps: float, offsets: Tensor | None, block: tuple[int, int]) -> None:
+def check_rows(x: Tensor, weight: Tensor, eps: float, offsets: Tensor | None, block: tuple[int, int]) -> None:
     if x.dtype not in FLOATS:
         raise TypeError(f"x has dtype {x.dtype}; allowed are {', '.join(map(str, FLOATS))}")
     if x.dim() < 2:
@@ -126,7 +126,7 @@ def _check(x: Tensor, weight: Tensor, eps: float, offsets: Tensor | None, block:
         )
 
 
-def _exponent(weight: Tensor, block: tuple[int, int], exponent: int | Tensor | None) -> Tensor | None:
+def given_exponent(weight: Tensor, block: tuple[int, int], exponent: int | Tensor | None) -> Tensor | None:
     if block[0] != 0:
         if exponent is not None:
             raise ValueError(f"exponent is given but block is {block}; only a static block (0, D) takes one")
@@ -165,9 +165,9 @@ def rmsnorm_quantize(
 
     Raises: ``TypeError``/``ValueError`` naming argument, value and what is allowed.
     """
-    _check(x, weight, eps, offsets, block)
+    check_rows(x, weight, eps, offsets, block)
     codes, scale, rstd, *_ = rmsnorm_quantize_op(
-        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent), False, False, None, backend
+        x, weight, eps, offsets, list(block), given_exponent(weight, block, exponent), False, False, None, backend
     )
     return MXTensor.from_bytes(codes, scale, block, offsets, 0 if offsets is not None else x.dim() - 2), rstd
 
@@ -175,13 +175,13 @@ def rmsnorm_quantize(
 def _centred(
     x, weight, eps, offsets, block, exponent, keep, scale_axes, backend, copy_heads=0
 ) -> tuple[CentredNorm, tuple[Tensor, Tensor]]:
-    _check(x, weight, eps, offsets, block)
+    check_rows(x, weight, eps, offsets, block)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; the centred norm takes [tokens, columns]")
     if copy_heads < 0 or (copy_heads and x.shape[1] % copy_heads):
         raise ValueError(f"copy_heads is {copy_heads} for {x.shape[1]} columns; it must divide them, or be 0 for no copy")
     codes, scale, rstd, mean, total, normed, first, second, copy = rmsnorm_quantize_op(
-        x, weight, eps, offsets, list(block), _exponent(weight, block, exponent), True, keep, scale_axes, backend, copy_heads
+        x, weight, eps, offsets, list(block), given_exponent(weight, block, exponent), True, keep, scale_axes, backend, copy_heads
     )
     xn = MXTensor.from_bytes(codes, scale, block, offsets)
     if copy_heads:

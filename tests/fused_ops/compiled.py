@@ -89,6 +89,11 @@ def main(arch: str, names: list[str]) -> None:
             for key, choice in PRODUCTS.items():
                 spec = GemmSpec(384, 384, w_static=False, dense=False, **choice)
                 variants[f"product: {key}"] = lambda spec=spec: _compile_gemm_quantize(arch, "int32", spec)
+            from fused_ops.norm_projection.config import ProjectionSpec
+            from fused_ops.norm_projection.kernel import _compile_norm_projection
+
+            whole = ProjectionSpec(384, 384, "float32", 128, 128, dense=False)
+            variants["product: with the norm"] = lambda: _compile_norm_projection(arch, "int32", whole)
         else:
             from fused_ops.gemm_quantize.config import BlackwellSpec
             from fused_ops.gemm_quantize.sm100 import _compile_blackwell_gemm

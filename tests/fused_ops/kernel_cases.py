@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.gemm_quantize import reference as product
+from fused_ops.gemm_quantize.interface import projection_exponent
 from fused_ops.operands import flatten, split_e4m3, to_float
 from fused_ops.rmsnorm_quantize import reference
 from fused_ops.rmsnorm_quantize.interface import norm_exponent
@@ -262,6 +263,73 @@ def norm(
 
     name = f"rmsnorm_quantize {lengths or shape} {columns} {dtype} {block} center={center}"
     return Case(name, arch, None, call, lambda got: check_norm(x, weight, offsets, width, exponent, center, keep, got))
+
+
+def check_norm_projection(x, gain, w, offsets, norm_width, exponent, width, product_exponent, center, got) -> float:
+    """The norm's results as :func:`check_norm` has them, the product as that of BF16 of the rows that the kernel's own ``rstd`` and mean
+    make. Returns the share of the product's codes that are not the definition's."""
+    plain = KernelOutput(got.codes, got.scale, got.rstd, got.mean, got.total, None, (None, None), got.copy)
+    check_norm(x, gain, offsets, (0, norm_width), exponent, center, False, plain)
+    xf = x.float() * got.rstd[:, None] * gain.float()
+    if center:
+        bounds = torch.tensor([0, x.shape[0]], device=x.device) if offsets is None else offsets
+        xf = xf - reference.per_token(got.mean, bounds, x.shape[0])
+    rows = xf.to(torch.bfloat16)
+    return check_product(rows, w, (0, width), offsets, product_exponent, got.product, got.product_scale)
+
+
+def norm_projection(
+    arch: str,
+    lengths: list[int] | None,
+    contracted: int,
+    columns: int,
+    *,
+    norm_width: int = 64,
+    width: int = 64,
+    center: bool = True,
+    tokens: int = 0,
+    capacity: int = 0,
+    weight_dtype: str = "float32",
+    int64: bool = False,
+    bad: list[int] | None = None,
+    strided: bool = False,
+    bound: bool = True,
+    cluster: int = 2,
+    seed: int = 0,
+) -> Case:
+    """Norm and projection in one kernel: the norm's results as :func:`check_norm` has them, keys as a product of BF16 rows. ``lengths``
+    None: one sequence of ``tokens``. ``bound``: the norm's exponents are the kernel's own, else too small for its first block."""
+    poison()
+    offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
+    used = tokens if lengths is None else sum(lengths)
+    x = values(used + capacity, contracted, torch.bfloat16, used, seed)
+    for row, what in zip(bad or [], (torch.nan, torch.inf, -torch.inf), strict=False):
+        x[row, (7 * row) % contracted] = what
+    if strided:
+        x = torch.cat([x, torch.full_like(x, torch.nan)], dim=-1)[..., :contracted]
+    generator = torch.Generator().manual_seed(seed + 1)
+    gain = ((torch.rand(contracted, generator=generator) + 0.5) * torch.exp2(torch.randint(-3, 4, (contracted,), generator=generator))).to(
+        getattr(torch, weight_dtype)
+    )
+    w = torch.randn(columns, contracted, generator=generator).to(torch.bfloat16)
+    exponent = norm_exponent(gain, norm_width, centred=center)
+    if not bound:
+        exponent[:1] -= 12
+    product_exponent = projection_exponent(gain, w, width, centred=center)
+    product_exponent[:1] -= 9
+
+    def call():
+        from fused_ops.norm_projection import kernel
+
+        with host(arch):
+            return kernel.norm_projection(
+                x, gain, w, EPS, offsets, norm_width, None if bound else exponent, width, product_exponent, center, cluster
+            )
+
+    def verify(got) -> None:
+        check_norm_projection(x, gain, w, offsets, norm_width, exponent, width, product_exponent, center, got)
+
+    return Case(f"norm_projection {lengths or tokens} {contracted}x{columns}", arch, None, call, verify)
 
 
 def scatter(

@@ -54,6 +54,17 @@ PRODUCTS = {
 """``axes``: swizzled scales that Blackwell's epilogue writes too."""
 
 
+NORM_PROJECTIONS = {
+    "six products a row, exponents of its own": dict(
+        lengths=[0, 5, 131, 0, 70], contracted=128, columns=192, norm_width=64, width=96, capacity=40, bad=[1, 40, 100], cluster=2
+    ),
+    "two products a row, not centred, rows apart": dict(
+        lengths=None, tokens=140, contracted=64, columns=64, norm_width=32, width=32, center=False, strided=True, cluster=1
+    ),
+}
+"""Of one kernel, Hopper's."""
+
+
 WEIGHTS = {
     "pair, rotated": dict(heads=1, rows=128, columns=160, width=32),
     "pair, a block of 128 columns": dict(heads=1, rows=32, columns=256, width=128, rotate=False, dtype="bfloat16"),
@@ -93,6 +104,12 @@ def test_scatter(worker, name, axis):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product(worker, name):
     check(worker, "gemm", PRODUCTS[name])
+
+
+@pytest.mark.parametrize("name", NORM_PROJECTIONS)
+def test_norm_projection(worker, name):
+    if worker.arch == "sm_90a":
+        check(worker, "norm_projection", NORM_PROJECTIONS[name])
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -1,0 +1,1 @@
+"""RMSNorm, quantization and the projection of the normed rows in one kernel."""

@@ -1,0 +1,109 @@
+"""What is compiled for a call of the kernel that normalizes and projects, and how it is laid out. No cutlass here."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fused_ops.rmsnorm_quantize.config import NormSpec
+
+HALF = 64
+"""Rows of a stage: what a multiplying warpgroup holds in registers as its left operand."""
+DEPTH = 64
+"""K of a piece of the weight, and columns of a row under one 128-byte swizzle."""
+THREADS = 512
+"""A warpgroup that normalizes, one that loads, two that multiply."""
+REGISTERS = (104, 24, 192)
+"""Of a thread of each kind: 64 rows x 384 columns in BF16 are 96 registers of a multiplying thread, two sets of sums 64."""
+EARLY = 3
+"""Pieces of the weight whose products are started before the sums of the columns before are quantized."""
+COLUMN_TILES = (64, 32)
+"""Columns of a product, largest first: see ``ProjectionSpec.column_tile``."""
+MAX_COLUMNS = 384
+"""Of x: the left operand's registers."""
+SHARED_BYTES = 227 * 1024
+X_STAGES = 3
+"""Halves in flight."""
+CLUSTER = 1
+"""CTAs that share what they read of the weight. Alone a CTA draws its tiles, which is worth more than half of its reads from L2."""
+ITEMS = 3
+"""Tiles whose places may be known ahead."""
+
+
+@dataclass(frozen=True)
+class ProjectionSpec:
+    """Compile key: nothing in it depends on data.
+
+    ``contracted``, ``columns``: K and N. ``weight_dtype``: of the norm's weight. ``norm_width``, ``width``: columns under one given
+    exponent of the normed rows and of the product. ``dense``: one sequence, no offsets. ``cluster``: CTAs that share what they read of w.
+    """
+
+    contracted: int
+    columns: int
+    weight_dtype: str
+    norm_width: int
+    width: int
+    dense: bool
+    centred: bool = True
+    cluster: int = CLUSTER
+
+    @cached_property
+    def norm(self) -> NormSpec:
+        """The norm's own key."""
+        return NormSpec(self.contracted, "bfloat16", self.weight_dtype, 0, self.norm_width, dense=self.dense, centred=self.centred)
+
+    # As the projection's epilogue asks for them (``gemm_quantize.sm90_epilogue``).
+    static = True
+    folded = False
+    block_tokens = 0
+
+    @property
+    def column_tile(self) -> int:
+        """Columns of a product: the largest of which an even number is N, for there are two sets of sums; 0 if there is none."""
+        return next((n for n in COLUMN_TILES if self.columns % (2 * n) == 0), 0)
+
+    @property
+    def column_tiles(self) -> int:
+        """Products of a row."""
+        return self.columns // self.column_tile
+
+    @property
+    def steps(self) -> int:
+        """Pieces of a row of x."""
+        return -(-self.contracted // DEPTH)
+
+    @property
+    def offset(self) -> int:
+        """Products by which the second warpgroup's tiles start later, so that the two never want rows at once."""
+        return self.column_tiles // 2
+
+    @property
+    def units(self) -> int:
+        """Entries of the table of the product's factors, one for 32 columns: whole vectors of four, as they are read."""
+        return (self.columns // 32 + 3) // 4 * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """64 rows of x."""
+        return HALF * 128 * self.steps
+
+    @property
+    def piece_bytes(self) -> int:
+        """A piece of the weight."""
+        return self.column_tile * 128
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the weight in flight: what shared memory has left."""
+        vectors = 4 * self.contracted * (1 + (ITEMS + 4 if self.centred else 0))
+        return min(8, (SHARED_BYTES - 2048 - 8 * 2048 - vectors - X_STAGES * self.stage_bytes) // self.piece_bytes)
+
+
+def unsupported(spec: ProjectionSpec) -> str:
+    """Why the kernel cannot serve, "" if it can."""
+    if spec.contracted % DEPTH or not DEPTH <= spec.contracted <= MAX_COLUMNS:
+        return f"x has {spec.contracted} columns; the kernel serves multiples of {DEPTH} up to {MAX_COLUMNS}"
+    if spec.columns % 64 or spec.columns < 64:
+        return f"w has {spec.columns} rows; the kernel serves multiples of 64"
+    for name, width in (("x", spec.norm_width), ("the product", spec.width)):
+        if width % 32:
+            return f"blocks of {name} are {width} columns wide; the kernel serves multiples of 32"
+    return ""
