@@ -92,10 +92,10 @@ def listing() -> Iterator[list[str]]:
 
 def other_forms(lengths: tuple[int, ...], place: Any) -> None:
     """Kernels of fused operations that no subject has: the norm of rows too long for the staged kernel, scales back from the swizzle,
-    a weight's gradient from BF16 operands."""
+    a weight's gradient from BF16 operands, and, on Hopper, norm and projection in one."""
     import torch
 
-    from fused_ops import gather_scales, gemm_norm_backward, rmsnorm_quantize, scatter_scales
+    from fused_ops import gather_scales, gemm_norm_backward, rmsnorm_project, rmsnorm_quantize, scatter_scales
     from lp_fa4 import quantize_mx
     from tests.conftest import offsets_of
 
@@ -108,6 +108,8 @@ def other_forms(lengths: tuple[int, ...], place: Any) -> None:
         gather_scales(scales, tokens, 128, offsets, axis=0, backend=place.backend)
         ones, weight = torch.ones(tokens, device=device), torch.ones(128, 128, device=device).bfloat16()
         gemm_norm_backward(k, None, weight, xn, ones[:128].float(), ones, xn, offsets=offsets, backend=place.backend)
+        if place.backend == "sm90":
+            rmsnorm_project(k, ones[:128], weight, 4, offsets=offsets, backend=place.backend)
 
 
 def operations(name: str, index: int | None, place: Any, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:

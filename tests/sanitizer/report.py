@@ -20,7 +20,7 @@ def kernel_of(name: str) -> str:
     found = re.search(r"kernel_cutlass_kernel_(?:\w*?_)?(?:lp_fa4|fused_ops)(?:sm90|common)?([a-z_0-9]*)([A-Z]\w*?)(?:_object_at|$)", name)
     if not found:
         return "probe" if "Probe" in name else name[:80]
-    module = found[1].removeprefix("rmsnorm_quantize").removeprefix("gemm_quantize").removeprefix("gemm_norm_backward")
+    module = found[1].removeprefix("rmsnorm_quantize").removeprefix("gemm_quantize").removeprefix("gemm_norm_backward").removeprefix("norm_projection")
     return f"{module} {found[2]}"
 
 
