@@ -20,7 +20,9 @@ def kernel_of(name: str) -> str:
     found = re.search(r"kernel_cutlass_kernel_(?:\w*?_)?(?:lp_fa4|fused_ops)(?:sm90|common)?([a-z_0-9]*)([A-Z]\w*?)(?:_object_at|$)", name)
     if not found:
         return "probe" if "Probe" in name else name[:80]
-    module = found[1].removeprefix("rmsnorm_quantize").removeprefix("gemm_quantize").removeprefix("gemm_norm_backward").removeprefix("norm_projection")
+    module = found[1]
+    for folder in ("rmsnorm_quantize", "gemm_quantize", "gemm_norm_backward", "norm_projection"):
+        module = module.removeprefix(folder)
     return f"{module} {found[2]}"
 
 
