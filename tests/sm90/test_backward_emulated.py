@@ -34,7 +34,7 @@ CASES = {
         lengths=[300, 130], queries=100, heads=1, kv_heads=1, dim=64, dq_dtype="float16"
     ),
     "long loop, second chunk, warps follow a scale of dS that moves": dict(
-        lengths=[70], queries=470, heads=1, kv_heads=1, shared=False, chunk=5, growth=1.7, dq_dtype="float16"
+        lengths=[70], queries=600, heads=1, kv_heads=1, shared=False, chunk=8, growth=1.15, dq_dtype="float16"
     ),
     "head 64, scale of dS moves": dict(lengths=[150], queries=150, heads=1, kv_heads=1, dim=64, growth=8.0),
 }
