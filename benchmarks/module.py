@@ -44,7 +44,7 @@ STAGES = ("norm", "projection", "attention forward", "attention backward", "proj
 _KERNELS: tuple[tuple[str, str], ...] = (
     # A part of the kernel's name and its stage; the first that matches counts.
     ("rmsnorm_quantize", "norm"),
-    ("norm_gemm", "projection"),
+    ("norm_projection", "projection"),  # one kernel for both
     ("gemm_norm_backward", "projection + norm backward"),
     ("gemm_quantize", "projection"),
     ("sm90forward", "attention forward"),

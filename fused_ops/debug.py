@@ -43,6 +43,25 @@ def _norm(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> Itera
     yield from named([normed], "normed", rows, shadow=source)
 
 
+def _norm_project_inputs(a: Mapping[str, Any]) -> Iterator[Seen]:
+    yield from _norm_inputs(a)
+    yield from named([a["w"]], "w")
+
+
+def _norm_project(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> Iterator[Seen]:
+    codes, scale, rstd, mean, total, _, product, product_scale = result
+    block = {"block": (0, a["width"])}
+    yield from _norm({**a, **block}, (codes, scale, rstd, mean, total, rstd.new_empty(0)), shadow)
+    x, offsets = a["x"], a["offsets"]
+    truth = None
+    if shadow:
+        xf = x.to(torch.float32)
+        rows = xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + a["eps"]) * a["weight"].to(torch.float32)
+        truth = (rows - spread(mean, offsets, x.shape[0])) @ a["w"].to(torch.float32).t()
+    made = MXTensor.from_bytes(product, product_scale, (0, a["product_width"]), offsets, 0)
+    yield Seen("product", made, Rows.jagged(offsets), truth, rounded=True)
+
+
 def _product_operands(a: Mapping[str, Any]) -> tuple[Any, Any]:
     return unflatten(a["x"], a["x_scale"], a["x_block"], a["offsets"]), unflatten(a["w"], a["w_scale"], a["w_block"])
 
@@ -92,6 +111,7 @@ def _nothing(*_: Any) -> Iterator[Seen]:
 
 
 describe("fused_ops::rmsnorm_quantize", _norm_inputs, _norm)
+describe("fused_ops::rmsnorm_project", _norm_project_inputs, _norm_project)
 describe("fused_ops::gemm_quantize", _product_inputs, _product)
 describe("fused_ops::gemm_norm_backward", _backward_inputs, _backward)
 describe("fused_ops::scatter_scales", _nothing, _nothing)

@@ -12,15 +12,25 @@ a few operators, so that what one has read (the centred output, k, then xn) is f
 All take and return plain tensors, FP8 as uint8, and the numeric choices as text (``Numerics.key``).
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fused_ops import gemm_norm_backward, gemm_quantize, head_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_quantize
+from fused_ops import (
+    gemm_norm_backward,
+    gemm_quantize,
+    head_quantize,
+    projection_weight,
+    rmsnorm_center_quantize,
+    rmsnorm_project,
+    rmsnorm_quantize,
+)
 from fused_ops.gemm_norm_backward.reference import weight_gradient
 from fused_ops.gemm_quantize.weights import ProjectionWeight
 from fused_ops.hadamard import rotate_rows
+from fused_ops.norm_projection.interface import rows_unserved
 from fused_ops.operands import to_float
 from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
@@ -84,6 +94,13 @@ def row_product(rows: Tensor, matrix: Tensor) -> Tensor:
     return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
 
 
+def _one_kernel(values: Tensor, norm_weight: Tensor, w_k: Tensor, w_v: Tensor | None, heads: int, key: str, opts: Numerics) -> bool:
+    """Whether norm and key projection are one kernel, which multiplies BF16 rows that it never writes: where the choice is open or is that,
+    and the kernel serves. The value projection would need the rows in memory."""
+    wanted = _numerics(key).key_projection in ("auto", "bf16") and opts.center and opts.scales == "static" and w_v is None
+    return wanted and values.is_cuda and not rows_unserved(values, norm_weight, w_k.shape[0], w_k.shape[0] // heads)
+
+
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
@@ -115,6 +132,9 @@ def pma_attention(
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
     block = opts.block(head_dim)
+    one_kernel = name == "sm90" and _one_kernel(values, norm_weight, w_k, w_v, heads, numerics, opts)
+    if one_kernel:
+        opts = replace(opts, key_projection="bf16")
     basis = inverse = None
     if opts.coordinates == "balanced":
         basis, inverse = balanced(q, w_k, norm_weight)
@@ -123,7 +143,14 @@ def pma_attention(
 
     normed: Tensor | None = None
     mean = total = None
-    if opts.center:
+    keys: MXTensor | None = None
+    if one_kernel:
+        assert isinstance(projection.weight, Tensor)
+        made = rmsnorm_project(
+            values, norm_weight, projection.weight, projection.bound, eps, offsets, width=head_dim, product_width=head_dim
+        )
+        (xn, rstd, mean, total, _), keys = made
+    elif opts.center:
         xn, rstd, mean, total, normed = rmsnorm_center_quantize(
             values, norm_weight, eps, offsets, block, keep=opts.key_projection == "bf16"
         )
@@ -136,7 +163,7 @@ def pma_attention(
             return gemm_quantize(normed, weight.weight, block, offsets=offsets, exponent=exponent)
         return gemm_quantize(xn, weight.weight, block, exponent=exponent)
 
-    k = project(projection).reshape_heads(heads)
+    k = (project(projection) if keys is None else keys).reshape_heads(heads)
     v, v_mean, v_sum = xn, mean, total
     if w_v is not None:
         value_weight = _projection(w_v, norm_weight, heads, opts, False)

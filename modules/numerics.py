@@ -25,8 +25,9 @@ class Numerics:
             the shift of K, the mean of V is added to the output, and what is left rounds finer. Needs ``attention.center_p``'s sums,
             which it provides.
         key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
-            ``"e4m3"``: E4M3 times E4M3. ``"auto"``: ``"e4m3x2"`` on kernels, which then never write a BF16 row, ``"bf16"`` on the
-            reference. The value projection, where there is one, follows it.
+            ``"e4m3"``: E4M3 times E4M3. ``"auto"``: ``"bf16"`` on the reference, and on Hopper where one kernel norms and projects (BF16
+            events of up to 384 channels, no value projection); elsewhere on kernels ``"e4m3x2"``. Neither writes a BF16 row. The value
+            projection, where there is one, follows it.
         query_projection: ``"fp32"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are FP32 products. (There are Q
             rows, once a step, whatever the batch.)
         hadamard: rotate each head of Wq and Wk by a Hadamard matrix, whose order, the head dimension, must be a power of two. None: where

@@ -22,6 +22,11 @@ class NormProjection(NamedTuple):
     product: MXTensor
 
 
+def rows_unserved(x: Tensor, weight: Tensor, rows: int, width: int) -> str:
+    """:func:`unserved` of a jagged call with a BF16 projection of ``rows`` rows, before there is one; exponents ``width`` columns wide."""
+    return unserved(x, weight, torch.empty(rows, 0, dtype=torch.bfloat16), width, width, False)
+
+
 def unserved(x: Tensor, weight: Tensor, w: Tensor, width: int, product_width: int, dense: bool) -> str:
     """Why no single kernel serves, "" if one does."""
     if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
