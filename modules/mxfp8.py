@@ -98,7 +98,7 @@ def _one_kernel(values: Tensor, norm_weight: Tensor, w_k: Tensor, w_v: Tensor | 
     """Whether norm and key projection are one kernel, which multiplies BF16 rows that it never writes: where the choice is open or is that,
     and the kernel serves. The value projection would need the rows in memory."""
     wanted = _numerics(key).key_projection in ("auto", "bf16") and opts.center and opts.scales == "static" and w_v is None
-    return wanted and values.is_cuda and not rows_unserved(values, norm_weight, w_k.shape[0], w_k.shape[0] // heads)
+    return wanted and values.device.type == "cuda" and not rows_unserved(values, norm_weight, w_k.shape[0], w_k.shape[0] // heads)
 
 
 def _empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
