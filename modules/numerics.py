@@ -26,8 +26,8 @@ class Numerics:
             which it provides.
         key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
             ``"e4m3"``: E4M3 times E4M3. ``"auto"``: ``"bf16"`` on the reference, and on Hopper where one kernel norms and projects (BF16
-            events of up to 384 channels, no value projection); elsewhere on kernels ``"e4m3x2"``. Neither writes a BF16 row. The value
-            projection, where there is one, follows it.
+            events of up to 384 channels, heads of 128, no value projection); elsewhere on kernels ``"e4m3x2"``. Neither writes a BF16
+            row. The value projection, where there is one, follows it.
         query_projection: ``"fp32"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are FP32 products. (There are Q
             rows, once a step, whatever the batch.)
         hadamard: rotate each head of Wq and Wk by a Hadamard matrix, whose order, the head dimension, must be a power of two. None: where
