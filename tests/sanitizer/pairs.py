@@ -94,6 +94,7 @@ PAIRS: tuple[Pair, ...] = (
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
     Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py multiply", PUBLISH, TABLE),
     Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py norm", PUBLISH, TABLE),
+    Pair(INPUT, "input_gradient_codes.py leave_sums", "input_gradient_codes.py add_stage", PUBLISH, "sums: " + WRITTEN.format("x_empty")),
     Pair(
         WEIGHT,
         "weight_gradient_codes.py scan",

@@ -119,7 +119,8 @@ def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
                 report["missing"] = missing
         said = [r for r in [*run["pairs"], *run["others"]] if r["explained"] is None]
         run["unexplained"] = 0 if run["case"].startswith("probe: ") else len(said) if run["summary"] else None
-    out["environment"] = [r["environment"] for r in records]
+    made = [r["environment"] for r in records]  # a merged record has those of all of its runs
+    out["environment"] = [one for e in made for one in (e if isinstance(e, list) else [e])]
     return out
 
 
