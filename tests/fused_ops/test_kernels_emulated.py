@@ -56,10 +56,10 @@ PRODUCTS = {
 
 NORM_PROJECTIONS = {
     "six products a row, exponents of its own": dict(
-        lengths=[0, 5, 131, 0, 70], contracted=128, columns=192, norm_width=64, width=96, capacity=40, bad=[1, 40, 100], cluster=2
+        lengths=[0, 5, 131, 0, 70], contracted=128, columns=192, norm_width=64, width=96, capacity=40, bad=[1, 40, 100], cluster=1
     ),
-    "two products a row, not centred, rows apart": dict(
-        lengths=None, tokens=140, contracted=64, columns=64, norm_width=32, width=32, center=False, strided=True, cluster=1
+    "two products a row, not centred, rows apart, two CTAs": dict(
+        lengths=None, tokens=140, contracted=64, columns=64, norm_width=32, width=32, center=False, strided=True, cluster=2
     ),
 }
 """Of one kernel, Hopper's."""
