@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import T
 
 from fused_ops.gemm_quantize.sm90_epilogue import finish
-from fused_ops.gemm_quantize.sm90_roles import issue
+from fused_ops.gemm_quantize.sm90_roles import issue, release
 from fused_ops.norm_projection.config import DEPTH, EARLY, HALF, ITEMS, X_STAGES, ProjectionSpec
 from fused_ops.places import bulk_copy, first_sequence, place
 from fused_ops.rmsnorm_quantize.arithmetic import mul, rsqrt, store, sub
@@ -34,14 +34,6 @@ def turn(place_: Int32, phase: Int32, count: cutlass.Constexpr):
     if place_ == count:
         place_, phase = Int32(0), phase ^ 1
     return place_, phase
-
-
-@cute.jit
-def release(barrier):
-    """One arrival per warp, after all its lanes have read."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
