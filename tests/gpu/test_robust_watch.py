@@ -61,7 +61,7 @@ def test_what_a_kernel_makes_is_named():
         module.kv_norm.weight[70] = 3e38
     with debug.watch() as report:
         module_step(module, events(128))
-    assert (report.first.operator, report.first.role) == ("fused_ops::rmsnorm_quantize", "output"), str(report)
+    assert (report.first.operator, report.first.role) == ("fused_ops::rmsnorm_project", "output"), str(report)
 
 
 @pytest.mark.parametrize("causal", [False, True])
