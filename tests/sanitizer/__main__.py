@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import ROOT, environment
-from tests.sanitizer.cases import CASES
+from tests.sanitizer.cases import CASES, title
 from tests.sanitizer.probes import PROBES
 from tests.sanitizer.report import merge, parse, table
 
@@ -37,7 +37,7 @@ TOOLS = {
     "synccheck": ["--tool", "synccheck"],
 }
 APART = ("initcheck",)
-"""Tools that take a process for each operation of a case."""
+"""Tools that take a process for each operation of a case; cases of many kernels take one under every tool."""
 PROBED = {
     "racecheck": [n for n in PROBES if "bulk store" not in n],
     "initcheck": [n for n in PROBES if "bulk store" in n],
@@ -93,7 +93,7 @@ class Job:
             self.process.kill()
         text = self.log.read_text(errors="replace")
         run: dict[str, Any] = {"tool": self.tool, "case": self.case}
-        run |= {} if self.index is None else {"operation": CASES[self.case][self.index][0]}
+        run |= {} if self.index is None else {"operation": title(CASES[self.case][self.index])}
         run |= {"seconds": round(time.monotonic() - self.since, 1), "exit": self.process.wait(), **parse(text, self.tool)}
         listed = re.search(r"^kernels: (.*)$", text, re.M)
         run["kernels"] = json.loads(listed[1]) if listed else None
@@ -104,8 +104,8 @@ def jobs(tools: list[str], only: str) -> list[Job]:
     """Everything that is asked for, the longest first."""
     found = []
     for case, tool in itertools.product(reversed(CASES), tools):
-        apart = tool in APART or (case == "module" and tool != "emulator")
-        found += [Job(tool, case, i) for i in range(len(CASES[case]))] if apart else [Job(tool, case)]
+        apart = tool in APART or (case in ("module", "fused operations") and tool != "emulator")
+        found += [Job(tool, case, i) for i in reversed(range(len(CASES[case])))] if apart else [Job(tool, case)]
     found += [Job(tool, f"probe: {name}") for tool in tools for name in PROBED.get(tool, [])]
     return [job for job in found if only in job.case]
 

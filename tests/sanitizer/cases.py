@@ -31,6 +31,14 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 """Operations of each case, by their names in ``tests.properties.subjects``, and what is not the default of ``Choices``. In float32
 ``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles; ``other_forms`` is below."""
+
+
+def title(operation: tuple[str, dict[str, Any]]) -> str:
+    """Name of an operation of a case: its subject and what is not the default."""
+    name, changes = operation
+    return ", ".join([name, *(f"{key} {value}" for key, value in changes.items())])
+
+
 LENGTHS = (0, 33, 130, 1, 300)
 FEWER = (130, 0, 1)
 """For initcheck, which is slow where it reports much, and takes an operation once."""
@@ -92,7 +100,7 @@ def listing() -> Iterator[list[str]]:
 
 def other_forms(lengths: tuple[int, ...], place: Any) -> None:
     """Kernels of fused operations that no subject has: the norm of rows too long for the staged kernel, scales back from the swizzle,
-    a weight's gradient from BF16 operands, and, on Hopper, norm and projection in one."""
+    a weight's gradient from BF16 operands, and, on Hopper, norm and projection in one, of BF16 and FP32 rows, with a copy of the codes."""
     import torch
 
     from fused_ops import gather_scales, gemm_norm_backward, rmsnorm_project, rmsnorm_quantize, scatter_scales
@@ -109,7 +117,8 @@ def other_forms(lengths: tuple[int, ...], place: Any) -> None:
         ones, weight = torch.ones(tokens, device=device), torch.ones(128, 128, device=device).bfloat16()
         gemm_norm_backward(k, None, weight, xn, ones[:128].float(), ones, xn, offsets=offsets, backend=place.backend)
         if place.backend == "sm90":
-            rmsnorm_project(k, ones[:128], weight, 4, offsets=offsets, backend=place.backend)
+            for rows in (k, k.float()):
+                rmsnorm_project(rows, ones[:128], weight, 4, offsets=offsets, copy_heads=2, backend=place.backend)
 
 
 def operations(name: str, index: int | None, place: Any, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:

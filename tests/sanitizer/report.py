@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from tests.sanitizer.cases import CASES
+from tests.sanitizer.cases import CASES, title
 from tests.sanitizer.lanes import HARMLESS
 from tests.sanitizer.pairs import STORED, explain, explain_read, function_of
 from tests.sanitizer.probes import RACES
@@ -86,11 +86,17 @@ def evidence(record: dict[str, Any], probe: str) -> str:
 
 
 def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record of several, later runs in place of earlier ones of the same tool and case; every report with its reason if it has one."""
+    """One record of several, later runs in place of earlier ones of the same tool and case (one of all its operations, or one of each);
+    every report with its reason if it has one."""
     runs: dict[tuple, dict[str, Any]] = {}
     for record in records:
         for run in record["runs"]:
             runs[run["tool"], run["case"], run.get("operation")] = run
+            apart = [(run["tool"], run["case"], title(operation)) for operation in CASES.get(run["case"], [])]
+            whole = (run["tool"], run["case"], None)
+            replaced = apart if "operation" not in run else [whole] if all(key in runs for key in apart) else []
+            for key in replaced:
+                runs.pop(key, None)
     out: dict[str, Any] = {"tool": next(r["tool"] for r in records if "tool" in r), "runs": list(runs.values())}
     clean = {r["case"] for r in out["runs"] if r["tool"] == "emulator" and r["reports"] == 0}
     for run in out["runs"]:
@@ -125,14 +131,17 @@ def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown by case: reports of each tool that are not explained, explained ones behind a plus; "-" where a run did not end."""
+    """Markdown by case: reports of each tool that are not explained, explained ones behind a plus; "-" where a run did not end or an
+    operation is in none."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in record["runs"]:
         runs.setdefault((run["case"], run["tool"]), []).append(run)
 
     def cell(case: str, tool: str) -> str:
         found = runs.get((case, tool), [])
-        if not found or any(r["exit"] or r["unexplained"] is None for r in found):
+        operations = {r["operation"] for r in found if "operation" in r}
+        missing = operations and not operations >= {title(operation) for operation in CASES[case]}
+        if not found or missing or any(r["exit"] or r["unexplained"] is None for r in found):
             return "-"
         said = [p for r in found for p in [*r.get("pairs", []), *r.get("others", []), *r.get("lanes", [])]]
         known = {(p["kernel"], str(p.get("functions", p.get("place", p.get("access"))))) for p in said if p["explained"]}

@@ -7,6 +7,7 @@ import pytest
 
 from tests.emulator.worker import Worker
 from tests.processes import ROOT
+from tests.sanitizer.cases import CASES, title
 from tests.sanitizer.lanes import HARMLESS
 from tests.sanitizer.pairs import PAIRS, function_of, sources
 from tests.sanitizer.probes import PROBES, RACES
@@ -50,6 +51,18 @@ def test_nothing_is_explained_without_evidence():
         record = merge([{"tool": "version", "runs": [{**run, **change}], "environment": {}}])
         assert record["runs"][0]["unexplained"] != 0
     assert "| attention |" in table(record)
+
+
+def test_a_case_by_its_operations():
+    """Runs of all of a case's operations replace the run of the case, and the other way round; some of them leave it open."""
+    run = {"tool": "memcheck", "case": "few queries", "exit": 0, "summary": ["x"], "pairs": [], "others": [], "kernels": []}
+    record = {"tool": "version", "environment": {}}
+    apart = [{**run, "operation": title(operation)} for operation in CASES["few queries"]]
+    assert merge([{**record, "runs": [run, *apart]}])["runs"] == [{**one, "unexplained": 0} for one in apart]
+    assert merge([{**record, "runs": [*apart, run]}])["runs"] == [{**run, "unexplained": 0}]
+    assert len({title(operation) for operations in CASES.values() for operation in operations}) == sum(map(len, CASES.values()))
+    for runs, cell in ((apart, "0"), (apart[:1], "-")):
+        assert f"| few queries | {cell} |" in table(merge([{**record, "runs": runs}]))
 
 
 def test_explanations_are_of_code_that_exists():
