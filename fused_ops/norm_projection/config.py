@@ -34,6 +34,7 @@ class ProjectionSpec:
 
     ``contracted``, ``columns``: K and N. ``weight_dtype``: of the norm's weight. ``norm_width``, ``width``: columns under one given
     exponent of the normed rows and of the product. ``dense``: one sequence, no offsets. ``cluster``: CTAs that share what they read of w.
+    ``dtype``: of x.
     """
 
     contracted: int
@@ -44,10 +45,17 @@ class ProjectionSpec:
     dense: bool
     centred: bool = True
     cluster: int = CLUSTER
+    dtype: str = "bfloat16"
+
+    @property
+    def direct(self) -> bool:
+        """The norm's warps read x themselves. Rows of BF16 come by TMA, to the place where the BF16 rows are made of them; others are not
+        as long as those, and FP32 in shared memory would leave no room for the weight."""
+        return self.dtype != "bfloat16"
 
     @cached_property
     def norm(self) -> NormSpec:
-        """The norm's own key."""
+        """The norm's own key, as of BF16 rows whatever x is: sums in the same order, so that equal values have equal results."""
         return NormSpec(self.contracted, "bfloat16", self.weight_dtype, 0, self.norm_width, dense=self.dense, centred=self.centred)
 
     # As the projection's epilogue asks for them (``gemm_quantize.sm90_epilogue``).
@@ -99,6 +107,8 @@ class ProjectionSpec:
 
 def unsupported(spec: ProjectionSpec) -> str:
     """Why the kernel cannot serve, "" if it can."""
+    if spec.dtype not in ("float32", "bfloat16", "float16"):
+        return f"x has dtype {spec.dtype}; the kernel serves float32, bfloat16 and float16"
     if spec.contracted % DEPTH or not DEPTH <= spec.contracted <= MAX_COLUMNS:
         return f"x has {spec.contracted} columns; the kernel serves multiples of {DEPTH} up to {MAX_COLUMNS}"
     if spec.columns % 64 or spec.columns < 64:

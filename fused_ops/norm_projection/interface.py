@@ -29,11 +29,12 @@ def rows_unserved(x: Tensor, weight: Tensor, rows: int, width: int) -> str:
 
 def unserved(x: Tensor, weight: Tensor, w: Tensor, width: int, product_width: int, dense: bool) -> str:
     """Why no single kernel serves, "" if one does."""
-    if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
-        return f"x and w are {x.dtype} and {w.dtype}; the kernel multiplies bfloat16 by bfloat16"
+    if w.dtype != torch.bfloat16:
+        return f"w is {w.dtype}; the kernel multiplies rows rounded to bfloat16 by bfloat16"
     if x.shape[0] >= 2**31:
         return f"x has {x.shape[0]} rows; the kernel counts them in 32 bits"
-    spec = ProjectionSpec(x.shape[1], w.shape[0], str(weight.dtype).removeprefix("torch."), width, product_width, dense)
+    dtype, weight_dtype = (str(t.dtype).removeprefix("torch.") for t in (x, weight))
+    spec = ProjectionSpec(x.shape[1], w.shape[0], weight_dtype, width, product_width, dense, dtype=dtype)
     return unsupported(spec) or backends.device_reason("sm90", x.device)
 
 
@@ -102,7 +103,8 @@ def rmsnorm_project(
     backend: str = "auto",
 ) -> NormProjection:
     """MXFP8 of the centred norm of ``x`` and of its BF16 rows times ``w``: what these two make, but, where one kernel serves, ``x`` is read
-    once and no normed row is written in BF16.
+    once and no normed row is written in BF16. Whatever ``x`` is, the norm is FP32 of ``x`` as given, and its rows are rounded to BF16 once:
+    equal values of another dtype give equal results.
 
         norm = rmsnorm_center_quantize(x, weight, eps, offsets, (0, width), exponent=exponent, keep=True, copy_heads=copy_heads)
         product = gemm_quantize(norm.normed, w, (0, product_width), offsets=offsets, exponent=product_exponent)
@@ -114,8 +116,8 @@ def rmsnorm_project(
         width, product_width: columns under an exponent of the norm's codes and of the product's.
         exponent: static exponents of the norm's codes; None: those of ``norm_exponent``.
         copy_heads: heads of the codes' copy with tokens innermost, 0 for none; a launch of its own where one kernel serves the rest.
-        backend: ``"auto"``, ``"reference"``, ``"sm90"`` or ``"sm100"``. One kernel serves BF16 rows of up to 384 columns, multiples of 64,
-            on Hopper; the rest are two operations, one after the other, on the backend's kernels. They differ in the order of FP32 sums.
+        backend: ``"auto"``, ``"reference"``, ``"sm90"`` or ``"sm100"``. One kernel serves rows of up to 384 columns, multiples of 64, on
+            Hopper; the rest are two operations, one after the other, on the backend's kernels. They differ in the order of FP32 sums.
 
     Raises: ``TypeError``/``ValueError`` naming argument, value and what is allowed.
     """

@@ -3,8 +3,9 @@
     xn = E4M3(xf),  xf = x * rstd * gain - mean        as ``rmsnorm_quantize`` with given exponents has it
     k  = E4M3(BF16(xf) @ w^T)                           as ``gemm_quantize`` of BF16 rows with given exponents has it
 
-A persistent CTA walks 128-token tiles in halves of 64 rows. One warp brings rows by TMA, in the order that wgmma wants; four warps turn
-each half into normed rows in place, and write their codes; one of two warpgroups takes it into registers, the left operand of its products.
+A persistent CTA walks 128-token tiles in halves of 64 rows. One warp brings rows by TMA, in the order that wgmma wants (rows that are not
+BF16 only into L2, from where the next read them); four warps turn each half into normed BF16 rows in place, and write their codes; one of
+two warpgroups takes it into registers, the left operand of its products.
 The weight (288 KiB at 384 x 384) does not fit: it runs past both warpgroups from L2 in pieces, over and over, each read once for all CTAs
 of a cluster (of one, or two). The second warpgroup's halves start in the middle of a round, so that halves are wanted at equal distances.
 
@@ -68,7 +69,9 @@ class NormProjection:
         l_w = shared_layout(BFloat16, (spec.column_tile, DEPTH, spec.pieces), DEPTH)
         load = cpasync.CopyBulkTensorTileG2SOp()
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(spec.cluster > 1) else load
-        x_atom, t_x = cpasync.make_tiled_tma_atom(load, x, first_stage(l_x), (HALF, DEPTH))
+        x_atom, t_x = None, x
+        if const_expr(not spec.direct):
+            x_atom, t_x = cpasync.make_tiled_tma_atom(load, x, first_stage(l_x), (HALF, DEPTH))
         w_atom, t_w = cpasync.make_tiled_tma_atom(shared, w, first_stage(l_w), (spec.column_tile, DEPTH), num_multicast=spec.cluster)
         k, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
         mma = hopper.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, (1, 1, 1), (64, spec.column_tile), source)
@@ -152,7 +155,8 @@ class NormProjection:
         )  # fmt: skip
         if warp == 0:
             for atom in (x_atom, w_atom):
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(X_STAGES):
                     cute.arch.mbarrier_init(bars.full + i, 1)
@@ -206,7 +210,7 @@ def _compile_norm_projection(arch: str, offsets_dtype: str | None, spec: Project
     return build(
         arch,
         NormProjection(spec),
-        fake("bfloat16", (tokens, k)),
+        fake(spec.dtype, (tokens, k)),
         fake(spec.weight_dtype, (1, k)),
         fake("bfloat16", (n, k)),
         None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
@@ -251,12 +255,12 @@ def norm_projection(
     cluster: int = CLUSTER,
     copy_heads: int = 0,
 ) -> KernelOutput:
-    """The reference's operation on a Hopper GPU: BF16 ``x [T, K]``, ``gain [K]``, BF16 ``w [N, K]``.
+    """The reference's operation on a Hopper GPU: ``x [T, K]`` of float32, bfloat16 or float16, ``gain [K]``, BF16 ``w [N, K]``.
 
     Raises: ``ValueError`` for what :func:`unsupported` names.
     """
     tokens, columns = x.shape
-    spec = ProjectionSpec(columns, w.shape[0], dtype_name(gain), width, product_width, offsets is None, center, cluster)
+    spec = ProjectionSpec(columns, w.shape[0], dtype_name(gain), width, product_width, offsets is None, center, cluster, dtype_name(x))
     reason = unsupported(spec)
     if reason:
         raise ValueError(reason)

@@ -12,7 +12,7 @@ from fused_ops.gemm_quantize.sm90_epilogue import finish
 from fused_ops.gemm_quantize.sm90_roles import issue, release
 from fused_ops.norm_projection.config import DEPTH, EARLY, HALF, ITEMS, X_STAGES, ProjectionSpec
 from fused_ops.places import bulk_copy, first_sequence, place
-from fused_ops.rmsnorm_quantize.arithmetic import mul, rsqrt, store, sub
+from fused_ops.rmsnorm_quantize.arithmetic import load8_float, mul, prefetch, rsqrt, store, sub
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import e4m3x4, float_of, inline_ptx
@@ -23,6 +23,8 @@ last."""
 MISSING, OVER = -1, -2
 TOGETHER = 4
 """Rows of a lane that are normalized together: their operations hide each other's latency."""
+DIRECT_ROWS = 2
+"""Rows of a lane that are asked for together for their sums of squares, where they come from L2."""
 PIECE = HALF * 128
 """Bytes of 64 rows under one swizzle."""
 
@@ -76,16 +78,26 @@ def bring_rows(spec: cutlass.Constexpr, io, s, bars):
             else:
                 cute.arch.mbarrier_arrive(bars.item_full + slot)
         slot, slot_phase = turn(slot, slot_phase, ITEMS)
-        x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, DEPTH), (None, None))
-        target, source = cpasync.tma_partition(x_atom, 0, one, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
-        for half in cutlass.range(2, unroll=1):
-            cute.arch.mbarrier_wait(bars.empty + stage, phase)
-            cute.arch.fence_view_async_shared()  # rows there were written and read by threads
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
-            for k in cutlass.range_constexpr(spec.steps):
-                cute.copy(x_atom, source[None, half, k], target[None, stage * spec.steps + k], tma_bar_ptr=bars.full + stage)
-            stage, phase = turn(stage, phase, X_STAGES)
+        if const_expr(spec.direct):
+            for half in cutlass.range(2, unroll=1):
+                cute.arch.mbarrier_wait(bars.empty + stage, phase)
+                for i in cutlass.range_constexpr(HALF // 32):
+                    if token + HALF * half + 32 * i + lane < end:
+                        prefetch(x_tensor, token + HALF * half + 32 * i + lane, spec.contracted)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.full + stage)
+                stage, phase = turn(stage, phase, X_STAGES)
+        else:
+            x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, DEPTH), (None, None))
+            target, source = cpasync.tma_partition(x_atom, 0, one, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
+            for half in cutlass.range(2, unroll=1):
+                cute.arch.mbarrier_wait(bars.empty + stage, phase)
+                cute.arch.fence_view_async_shared()  # rows there were written and read by threads
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
+                for k in cutlass.range_constexpr(spec.steps):
+                    cute.copy(x_atom, source[None, half, k], target[None, stage * spec.steps + k], tma_bar_ptr=bars.full + stage)
+                stage, phase = turn(stage, phase, X_STAGES)
         tile = following
     cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
     with cute.arch.elect_one():
@@ -141,7 +153,8 @@ def bf16_pair(low, high):
 
 
 class NormRole(StagedNorm):
-    """Four warps that turn halves of x into codes, in memory, and into BF16 rows, in place, in the order of wgmma's operand.
+    """Four warps that turn halves of x into codes, in memory, and into BF16 rows, in place, in the order of wgmma's operand. Rows that are
+    not BF16 do not come to that place, but are read from L2.
 
     A half is read twice. First for its rows' factors: a warp's sums of squares are all on their way before the first is needed, and the
     factors of its 16 rows come from one evaluation, a row a lane (half as many as lanes share a row). Then slab by slab: a lane keeps
@@ -150,7 +163,7 @@ class NormRole(StagedNorm):
     """
 
     def __init__(self, spec: ProjectionSpec):
-        self.spec, self.steps = spec.norm, spec.steps
+        self.spec, self.steps, self.direct = spec.norm, spec.steps, spec.direct
         self.compute_threads, self.warps = 128, 4
         self.row_step = self.compute_threads // self.spec.lanes
         self.passes = HALF // self.row_step
@@ -193,36 +206,32 @@ class NormRole(StagedNorm):
         return s.rows.toint() + stage * (self.steps * PIECE) + chunk // 8 * PIECE + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
 
     @cute.jit
-    def chunk_of(self, s, stage, row, chunk, out: cute.Tensor):
-        """Eight columns of a row as FP32."""
-        words = cute.make_rmem_tensor(4, Int32)
-        source = cute.make_ptr(Int32, self.cell(s, stage, row, chunk), cute.AddressSpace.smem, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
-        for i in cutlass.range_constexpr(4):
-            out[2 * i], out[2 * i + 1] = float_of(words[i] << 16), float_of(words[i] & Int32(-65536))
+    def chunk_of(self, io, s, at, row, chunk, out: cute.Tensor):
+        """Eight columns of a half's row as FP32: from shared memory or, where x is not BF16, from global; 0 there outside the sequence."""
+        if const_expr(self.direct):
+            out.fill(0.0)
+            if at.token + row < at.end:
+                load8_float(io.x[1], at.token + row, 8 * chunk, out)
+        else:
+            words = cute.make_rmem_tensor(4, Int32)
+            source = cute.make_ptr(Int32, self.cell(s, at.stage, row, chunk), cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            for i in cutlass.range_constexpr(4):
+                out[2 * i], out[2 * i + 1] = float_of(words[i] << 16), float_of(words[i] & Int32(-65536))
 
     @cute.jit
     def factors_of_half(self, io, s, at, lane, row0):
         """``rstd`` of a half's rows, to memory and to shared memory."""
         spec, factors, rstd = self.spec, s.factors, io.rstd
         mine = Float32(0.0)
-        for p in cutlass.range_constexpr(self.passes):
-            total = Float32(0.0)
-            for k in cutlass.range_constexpr(spec.slabs):
-                chunk = lane + k * spec.lanes
-                values = cute.make_rmem_tensor(8, Float32)
-                if const_expr(spec.chunks % spec.lanes == 0):
-                    self.chunk_of(s, at.stage, row0 + p * self.row_step, chunk, values)
-                else:
-                    values.fill(0.0)
-                    if chunk < spec.chunks:
-                        self.chunk_of(s, at.stage, row0 + p * self.row_step, chunk, values)
-                for i in cutlass.range_constexpr(8):
-                    total = total + values[i] * values[i]
-            for j in cutlass.range_constexpr(spec.lanes.bit_length() - 1):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << j)
-            if lane == p:
-                mine = total
+        if const_expr(self.direct):  # a few rows at a time: what is on its way from L2 is in registers
+            for p in cutlass.range(self.passes, unroll=DIRECT_ROWS):
+                total = self.squares(io, s, at, lane, row0 + p * self.row_step)
+                mine = total if lane == p else mine
+        else:
+            for p in cutlass.range_constexpr(self.passes):
+                total = self.squares(io, s, at, lane, row0 + p * self.row_step)
+                mine = total if lane == p else mine
         row = row0 + lane * self.row_step
         if lane < self.passes:
             factor = rsqrt(mine / Float32(spec.columns) + io.eps)
@@ -230,6 +239,25 @@ class NormRole(StagedNorm):
             if at.token + row < at.limit:
                 rstd[Int64(at.token + row)] = factor if at.token + row < at.end else Float32(0.0)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def squares(self, io, s, at, lane, row):
+        """Sum of a row's squares, in all of its lanes."""
+        spec, total = self.spec, Float32(0.0)
+        for k in cutlass.range_constexpr(spec.slabs):
+            chunk = lane + k * spec.lanes
+            values = cute.make_rmem_tensor(8, Float32)
+            if const_expr(spec.chunks % spec.lanes == 0):
+                self.chunk_of(io, s, at, row, chunk, values)
+            else:
+                values.fill(0.0)
+                if chunk < spec.chunks:
+                    self.chunk_of(io, s, at, row, chunk, values)
+            for i in cutlass.range_constexpr(8):
+                total = total + values[i] * values[i]
+        for j in cutlass.range_constexpr(spec.lanes.bit_length() - 1):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << j)
+        return total
 
     @cute.jit
     def normalise_half(self, io, s, at, lane, row0, totals: cute.Tensor, whole: cutlass.Constexpr):
@@ -255,10 +283,15 @@ class NormRole(StagedNorm):
             self.vector(s.mean.toint() + 4 * at.slot * spec.columns + 16 * chunk, mean)
         scale = scales[8 * chunk // spec.width]
         for turn_of in cutlass.range(self.passes // together, unroll=1):
+            row_of = [row0 + (turn_of * together + p) * self.row_step for p in range(together)]
+            chunks = [cute.make_rmem_tensor(8, Float32) for _ in range(together)]
+            if const_expr(self.direct):  # all on their way before the first is stored
+                for p in cutlass.range_constexpr(together):
+                    self.chunk_of(io, s, at, row_of[p], chunk, chunks[p])
             for p in cutlass.range_constexpr(together):
-                row = row0 + (turn_of * together + p) * self.row_step
-                values = cute.make_rmem_tensor(8, Float32)
-                self.chunk_of(s, at.stage, row, chunk, values)
+                row, values = row_of[p], chunks[p]
+                if const_expr(not self.direct):
+                    self.chunk_of(io, s, at, row, chunk, values)
                 factor = factors[row]
                 for i in cutlass.range_constexpr(8):
                     value = mul(mul(values[i], factor), gain[i])

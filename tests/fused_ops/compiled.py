@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 NORMS = {
@@ -94,6 +95,7 @@ def main(arch: str, names: list[str]) -> None:
 
             whole = ProjectionSpec(384, 384, "float32", 128, 128, dense=False)
             variants["product: with the norm"] = lambda: _compile_norm_projection(arch, "int32", whole)
+            variants["product: with the norm of FP32"] = lambda: _compile_norm_projection(arch, "int32", replace(whole, dtype="float32"))
         else:
             from fused_ops.gemm_quantize.config import BlackwellSpec
             from fused_ops.gemm_quantize.sm100 import _compile_blackwell_gemm

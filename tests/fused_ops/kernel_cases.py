@@ -289,6 +289,7 @@ def norm_projection(
     center: bool = True,
     tokens: int = 0,
     capacity: int = 0,
+    dtype: str = "bfloat16",
     weight_dtype: str = "float32",
     int64: bool = False,
     bad: list[int] | None = None,
@@ -302,7 +303,7 @@ def norm_projection(
     poison()
     offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
     used = tokens if lengths is None else sum(lengths)
-    x = values(used + capacity, contracted, torch.bfloat16, used, seed)
+    x = values(used + capacity, contracted, getattr(torch, dtype), used, seed)
     for row, what in zip(bad or [], (torch.nan, torch.inf, -torch.inf), strict=False):
         x[row, (7 * row) % contracted] = what
     if strided:

@@ -61,6 +61,9 @@ NORM_PROJECTIONS = {
     "two products a row, not centred, rows apart, two CTAs": dict(
         lengths=None, tokens=140, contracted=64, columns=64, norm_width=32, width=32, center=False, strided=True, cluster=2
     ),
+    "FP32 rows, apart, one not finite": dict(
+        lengths=[3, 66], contracted=64, columns=64, norm_width=32, width=32, capacity=40, bad=[40], strided=True, dtype="float32", cluster=1
+    ),
 }
 """Of one kernel, Hopper's."""
 

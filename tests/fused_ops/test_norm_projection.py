@@ -12,8 +12,8 @@ from tests.fused_ops.common import assert_same_bytes, hostile
 EPS = 1e-6
 
 
-def operands(columns: int = 64, rows: int = 96):
-    x, offsets, _ = hostile(columns, torch.bfloat16)
+def operands(columns: int = 64, rows: int = 96, dtype: torch.dtype = torch.bfloat16):
+    x, offsets, _ = hostile(columns, dtype)
     gain, w = torch.rand(columns) + 0.5, torch.randn(rows, columns)
     made = projection_weight(w, gain, rows // 32, "bf16", (32, 32), centred=True)
     return x, offsets, gain, made
@@ -21,8 +21,9 @@ def operands(columns: int = 64, rows: int = 96):
 
 @pytest.mark.parametrize("jagged", [True, False])
 @pytest.mark.parametrize("copy_heads", [0, 2])
-def test_is_the_norm_and_the_product_of_its_rows(jagged, copy_heads):
-    x, offsets, gain, made = operands()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_is_the_norm_and_the_product_of_its_rows(jagged, copy_heads, dtype):
+    x, offsets, gain, made = operands(dtype=dtype)
     if not jagged:
         x, offsets = x[: int(offsets[-1])], None
     got = rmsnorm_project(x, gain, made.rounded, made.bound, EPS, offsets, width=32, product_width=32, copy_heads=copy_heads)
@@ -35,6 +36,25 @@ def test_is_the_norm_and_the_product_of_its_rows(jagged, copy_heads):
     assert got.norm.normed is None
     if copy_heads:
         assert torch.equal(got.norm.xn.transposed, norm.xn.transposed)
+
+
+def bytes_of(made):
+    norm = made.norm
+    return norm.xn.codes, norm.xn.scale_bytes, norm.rstd, norm.mean, norm.total, made.product.codes, made.product.scale_bytes
+
+
+def test_equal_values_of_another_dtype_are_equal():
+    """FP32 rows are normed as they are and rounded once: BF16 values give the bits that BF16 rows give, values between them do not."""
+    x, offsets, gain, made = operands()
+    fine = x.float() * (1 + 2.0**-10)  # a fourth of a BF16 step above
+
+    def call(rows):
+        return bytes_of(rmsnorm_project(rows, gain, made.rounded, made.bound, EPS, offsets, width=32, product_width=32))
+
+    for got, want in zip(call(x.float()), call(x), strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(fine.bfloat16().nan_to_num(), x.nan_to_num())
+    assert not torch.equal(call(fine)[2].view(torch.int32), call(x)[2].view(torch.int32))
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
@@ -77,10 +97,12 @@ def test_errors(change, word):
 
 def test_what_one_kernel_serves():
     spec = dict(contracted=384, columns=384, weight_dtype="float32", norm_width=128, width=128, dense=False)
-    assert unsupported(ProjectionSpec(**spec)) == ""
+    for dtype in ("bfloat16", "float32", "float16"):
+        assert unsupported(ProjectionSpec(**spec, dtype=dtype)) == ""
     for change, word in (
         (dict(contracted=MAX_COLUMNS + 64), "448 columns"),
         (dict(contracted=96), "96 columns"),
+        (dict(dtype="float64"), "dtype float64"),
         (dict(columns=96), "96 rows"),
         (dict(norm_width=48), "blocks of x are 48"),
         (dict(width=48), "blocks of the product are 48"),

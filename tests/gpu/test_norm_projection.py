@@ -19,9 +19,9 @@ APART = 0.01
 SHAPES = [(64, 64), (128, 320), (192, 192), (256, 384), (320, 64), (384, 384), (384, 128), (384, 1536)]
 
 
-def operands(tokens, used, contracted, columns, kind="spread"):
+def operands(tokens, used, contracted, columns, kind="spread", dtype=torch.bfloat16):
     """x with NaN past ``used``, gain, BF16 w."""
-    x = values(tokens, contracted, torch.bfloat16, used, tokens, str(DEVICE))
+    x = values(tokens, contracted, dtype, used, tokens, str(DEVICE))
     if kind != "spread":
         x[:used] = torch.randn(used, contracted, device=DEVICE) + 0.25
     pick = torch.rand(x.shape, device=DEVICE)
@@ -60,12 +60,34 @@ def test_bits_of_the_definition(shape, cluster):
             assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_that_are_not_bfloat16(shape, dtype):
+    """Bits of the definition on rows of 2^±20 with more digits than BF16 has, apart in memory; bits of BF16 rows where values are equal."""
+    contracted, columns = shape
+    offsets, used = offsets_of(LENGTHS), sum(LENGTHS)
+    x, gain, w = operands(used + 50, used, contracted, columns, dtype=dtype)
+    for row, bad in zip((40, 300, 700), (torch.nan, torch.inf, -torch.inf), strict=True):
+        x[row, row % contracted] = bad
+    x[2, 0] = torch.finfo(dtype).max  # FP32: its square is infinite, the row is 0
+    x = torch.cat([x, torch.full_like(x, torch.nan)], dim=1)[:, :contracted]
+    assert dtype == torch.float16 or float((x[:used] == x[:used].bfloat16().float()).float().mean()) < 0.2
+    for center in (True, False):
+        run(x, gain, w, offsets, center=center, cluster=1 + center)
+        run(x[: sum(LENGTHS)], gain, w, None, center=center)
+    x, gain, w = operands(used + 50, used, contracted, columns, "random")
+    x = x.to(torch.float8_e4m3fn).to(torch.bfloat16)  # in all three dtypes the same
+    for one, other in zip(run(x, gain, w, offsets), run(x.to(dtype), gain, w, offsets), strict=True):
+        assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.parametrize("contracted", [128, 384])
 @pytest.mark.parametrize("tokens", [0, 1, 31, 33, 4095])
-def test_bits_at_every_size(tokens, contracted):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_at_every_size(tokens, contracted, dtype):
     offsets = offsets_of([tokens] if tokens < 4095 else [0, 4095 - 640, 0, 512, 127, 1, 0], torch.int64)
     for kind in ("random", "outlier", "spread", "not finite"):
-        x, gain, w = operands(tokens + 40, tokens, contracted, 384, kind)
+        x, gain, w = operands(tokens + 40, tokens, contracted, 384, kind, dtype)
         run(x, gain, w, offsets, 128, 128, copy_heads=contracted // 128)
         run(x[:tokens], gain.bfloat16(), w, None, 64, 96)
 
