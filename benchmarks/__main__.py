@@ -15,6 +15,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "module": "time the PMA module, forward and backward, per precision",
     "kernels": "time each kernel against its limit",
+    "clocks": "count the clock that attention kernels run at, on random and on constant operands",
     "numerics": "signal-to-noise ratio of every output and gradient against FP64 and BF16",
     "train": "train one recommendation model in BF16 and in MXFP8 and compare normalized entropy",
     "report": "write the tables of README.md anew from the committed records",
