@@ -68,9 +68,7 @@ def check_offsets(
         raise ValueError(f"{name}[0] is {host[0]}; it must be 0")
     for i in range(1, len(host)):
         if host[i] < host[i - 1]:
-            raise ValueError(
-                f"{name}[{i}] is {host[i]}, less than {name}[{i - 1}] = {host[i - 1]}; offsets must not decrease"
-            )
+            raise ValueError(f"{name}[{i}] is {host[i]}, less than {name}[{i - 1}] = {host[i - 1]}; offsets must not decrease")
     if host[-1] > tokens:
         raise ValueError(f"{name}[-1] is {host[-1]}; it must be at most the number of values, {tokens}")
 

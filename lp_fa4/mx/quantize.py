@@ -67,14 +67,9 @@ def cast_e4m3(x: Tensor) -> Tensor:
 def _check_block(block: tuple[int, int], columns: int) -> None:
     tokens, width = block
     if tokens not in (0, GROUP, 128) or width < 1:
-        raise ValueError(
-            f"block is {block}; allowed are (32, 32), (32, columns), (128, columns); with an exponent (0, columns)"
-        )
+        raise ValueError(f"block is {block}; allowed are (32, 32), (32, columns), (128, columns); with an exponent (0, columns)")
     if width != 32 and columns % width:
-        raise ValueError(
-            f"block is {block} but the last axis has {columns} elements, no multiple of {width}; "
-            "only width 32 may be partial"
-        )
+        raise ValueError(f"block is {block} but the last axis has {columns} elements, no multiple of {width}; only width 32 may be partial")
 
 
 def check_exponent(exponent: int | Tensor, blocks: int) -> None:
@@ -168,9 +163,7 @@ def quantize_mx(
     if x.dim() < 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must have a token axis and a last axis of columns")
     if not -x.dim() <= token_dim < x.dim():
-        raise ValueError(
-            f"token_dim is {token_dim} for x of shape {list(x.shape)}; allowed is {-x.dim()} to {x.dim() - 2}"
-        )
+        raise ValueError(f"token_dim is {token_dim} for x of shape {list(x.shape)}; allowed is {-x.dim()} to {x.dim() - 2}")
     axis = token_dim % x.dim()
     if axis == x.dim() - 1:
         raise ValueError(f"token_dim is {token_dim}, the last axis; the last axis holds the columns of a block")
@@ -182,9 +175,7 @@ def quantize_mx(
     _check_block(block, columns)
     if offsets is not None:
         if axis != 0:
-            raise ValueError(
-                f"token_dim is {token_dim} for x of shape {list(x.shape)}; jagged tokens (offsets given) must be axis 0"
-            )
+            raise ValueError(f"token_dim is {token_dim} for x of shape {list(x.shape)}; jagged tokens (offsets given) must be axis 0")
         check_offsets(offsets, x.shape[0], "offsets", x.device, validate=validate)
     if block[0] == 0:
         assert exponent is not None
@@ -205,9 +196,7 @@ def quantize_mx(
     else:
         maxima = _block_bits_jagged(bits, block, offsets)
     scale = _byte_of_bits(maxima)
-    scale = (
-        scale.reshape(scale.shape[0], *x.shape[1:-1], -(-columns // width)) if axis == 0 else scale.movedim(-2, axis)
-    )
+    scale = scale.reshape(scale.shape[0], *x.shape[1:-1], -(-columns // width)) if axis == 0 else scale.movedim(-2, axis)
     factor = expand_scale(inverse_scale(scale), x.shape, block, offsets, axis)
     payload = cast_e4m3(torch.where(factor == 0, 0.0, x.to(torch.float32) * factor))
     return MXTensor(payload, scale.contiguous().view(torch.float8_e8m0fnu), block, offsets, axis)

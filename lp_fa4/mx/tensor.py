@@ -19,9 +19,7 @@ def decode_scale(byte: Tensor) -> Tensor:
     return torch.where(wide == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
-def expand_scale(
-    factors: Tensor, shape: Sequence[int], block: tuple[int, int], offsets: Tensor | None, token_dim: int
-) -> Tensor:
+def expand_scale(factors: Tensor, shape: Sequence[int], block: tuple[int, int], offsets: Tensor | None, token_dim: int) -> Tensor:
     """Spread one factor per block over the elements of ``shape``; jagged rows past ``offsets[-1]`` get 0 (static
     blocks: their factor).
 
@@ -33,9 +31,7 @@ def expand_scale(
             factors = factors.repeat_interleave(GROUP, dim=token_dim).narrow(token_dim, 0, shape[token_dim])
         else:
             factors = torch.cat(
-                [factors, torch.zeros_like(factors[:1])]
-                if factors.shape[0]
-                else [factors.new_zeros(1, *factors.shape[1:])]
+                [factors, torch.zeros_like(factors[:1])] if factors.shape[0] else [factors.new_zeros(1, *factors.shape[1:])]
             )
             factors = factors[token_rows(offsets, shape[0])]
     if factors.shape[-1] == 1:
@@ -106,10 +102,7 @@ class MXTensor:
         shape[axis] = 1 if block[0] == 0 else scale_rows(shape[axis], offsets)
         shape[-1] = -(-shape[-1] // block[1])
         if list(scale_bytes.shape) != shape:
-            raise ValueError(
-                f"scale has shape {list(scale_bytes.shape)}; "
-                f"a payload {list(codes.shape)} in blocks {block} needs {shape}"
-            )
+            raise ValueError(f"scale has shape {list(scale_bytes.shape)}; a payload {list(codes.shape)} in blocks {block} needs {shape}")
         return cls(codes.view(torch.float8_e4m3fn), scale_bytes.view(torch.float8_e8m0fnu), block, offsets, axis)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -166,8 +159,7 @@ class MXTensor:
         columns = self.shape[-1]
         if self.payload.dim() != 2 or columns % heads or (columns // heads) % self.block[1]:
             raise ValueError(
-                f"heads is {heads} for shape {list(self.shape)} in blocks {self.block}; "
-                "heads must divide the columns into whole blocks"
+                f"heads is {heads} for shape {list(self.shape)} in blocks {self.block}; heads must divide the columns into whole blocks"
             )
         payload = self.payload.unflatten(1, (heads, columns // heads))
         return replace(self, payload=payload, scale=self.scale.unflatten(1, (heads, self.scale.shape[1] // heads)))
@@ -176,8 +168,7 @@ class MXTensor:
         """``[T, H, D]`` to ``[T, H*D]``; the head dimension must hold whole blocks."""
         if self.payload.dim() != 3 or self.token_dim != 0 or self.shape[-1] % self.block[1]:
             raise ValueError(
-                f"flatten_heads() needs [T, H, D] with D a multiple of the block's columns; "
-                f"shape is {list(self.shape)}, block {self.block}"
+                f"flatten_heads() needs [T, H, D] with D a multiple of the block's columns; shape is {list(self.shape)}, block {self.block}"
             )
         return replace(self, payload=self.payload.flatten(1), scale=self.scale.flatten(1))
 
@@ -201,9 +192,7 @@ def cat(tensors: Sequence[MXTensor]) -> MXTensor:
         base += t.shape[0]
     codes = torch.cat([t.codes for t in tensors])
     pieces.append(torch.full((1,), base, dtype=torch.int64, device=first.device))
-    offsets = torch.cat(pieces).to(
-        max((t.offsets.dtype for t in tensors if t.offsets is not None), key=lambda d: d.itemsize)
-    )
+    offsets = torch.cat(pieces).to(max((t.offsets.dtype for t in tensors if t.offsets is not None), key=lambda d: d.itemsize))
     scale = torch.zeros(scale_rows(base, offsets), *first.scale.shape[1:], dtype=torch.uint8, device=first.device)
     per_token = torch.cat([t.scale_bytes[token_rows(t.offsets, t.shape[0])] for t in tensors])  # type: ignore[arg-type]
     scale[token_rows(offsets, base)] = per_token

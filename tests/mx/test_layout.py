@@ -32,9 +32,7 @@ def loop_quantize(x, offsets, block, rows):
             for j in range(scale.shape[1]):
                 tile = x[first:last, j * bc : (j + 1) * bc]
                 byte = encode_scale(tile.abs().amax())
-                codes[first:last, j * bc : (j + 1) * bc] = (
-                    (tile / decode_scale(byte)).to(torch.float8_e4m3fn).view(torch.uint8)
-                )
+                codes[first:last, j * bc : (j + 1) * bc] = (tile / decode_scale(byte)).to(torch.float8_e4m3fn).view(torch.uint8)
                 for g in range((first - start) // 32, (last - 1 - start) // 32 + 1):
                     scale[start // 32 + b + g, j] = byte
     return codes, scale
@@ -61,9 +59,7 @@ def test_heads_are_columns():
     x = torch.randn(109, 3, 64)
     flat = quantize_mx(x.reshape(109, 192), (32, 64), offsets)
     heads = quantize_mx(x, (32, 64), offsets, token_dim=0)
-    assert torch.equal(flat.reshape_heads(3).codes, heads.codes) and torch.equal(
-        heads.flatten_heads().scale_bytes, flat.scale_bytes
-    )
+    assert torch.equal(flat.reshape_heads(3).codes, heads.codes) and torch.equal(heads.flatten_heads().scale_bytes, flat.scale_bytes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,9 +138,7 @@ def test_dense_round_trip_everywhere(axis):
     for tokens in range(1, 301):
         for blocks in range(1, 21):
             scale = torch.randint(0, 256, (scale_rows(tokens, None), blocks), dtype=torch.uint8)
-            assert torch.equal(
-                gather_sf(scatter_sf(scale, tokens, 32 * blocks, None, axis), tokens, 32 * blocks, None, axis), scale
-            )
+            assert torch.equal(gather_sf(scatter_sf(scale, tokens, 32 * blocks, None, axis), tokens, 32 * blocks, None, axis), scale)
 
 
 def test_extent_is_the_capacity_not_the_shape():

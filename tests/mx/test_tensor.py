@@ -18,9 +18,7 @@ def jagged():
 
 def same(a: MXTensor, b: MXTensor) -> bool:
     offsets = (a.offsets is None) == (b.offsets is None) and (a.offsets is None or torch.equal(a.offsets, b.offsets))
-    return (
-        offsets and torch.equal(a.codes, b.codes) and torch.equal(a.scale_bytes, b.scale_bytes) and a.block == b.block
-    )
+    return offsets and torch.equal(a.codes, b.codes) and torch.equal(a.scale_bytes, b.scale_bytes) and a.block == b.block
 
 
 def test_copies():
@@ -110,9 +108,7 @@ def test_bad_offsets_are_named(offsets, error, words):
         (lambda: quantize_mx(torch.ones(4, 5, 32), offsets=offsets_of([5])), "must be axis 0"),
         (lambda: jagged().reshape_heads(5), "heads is 5"),
         (
-            lambda: MXTensor.from_bytes(
-                torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8), (32, 32)
-            ),
+            lambda: MXTensor.from_bytes(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8), (32, 32)),
             "scale has shape",
         ),
     ],
