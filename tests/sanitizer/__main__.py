@@ -69,6 +69,11 @@ class Job:
     log: Path = field(default_factory=Path)
     process: subprocess.Popen | None = None
 
+    @property
+    def operation(self) -> str:
+        """The operation it takes, "" for all."""
+        return "" if self.index is None else title(CASES[self.case][self.index])
+
     def command(self, sanitizer: str) -> list[str]:
         """What to start."""
         python = [sys.executable, "-m", "tests.sanitizer.cases", self.case, "--tool", self.tool]
@@ -93,7 +98,7 @@ class Job:
             self.process.kill()
         text = self.log.read_text(errors="replace")
         run: dict[str, Any] = {"tool": self.tool, "case": self.case}
-        run |= {} if self.index is None else {"operation": title(CASES[self.case][self.index])}
+        run |= {"operation": self.operation} if self.operation else {}
         run |= {"seconds": round(time.monotonic() - self.since, 1), "exit": self.process.wait(), **parse(text, self.tool)}
         listed = re.search(r"^kernels: (.*)$", text, re.M)
         run["kernels"] = json.loads(listed[1]) if listed else None
@@ -107,14 +112,14 @@ def jobs(tools: list[str], only: str) -> list[Job]:
         apart = tool in APART or (case in ("module", "fused operations") and tool != "emulator")
         found += [Job(tool, case, i) for i in reversed(range(len(CASES[case])))] if apart else [Job(tool, case)]
     found += [Job(tool, f"probe: {name}") for tool in tools for name in PROBED.get(tool, [])]
-    return [job for job in found if only in job.case]
+    return [job for job in found if only in f"{job.case}: {job.operation}"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="what 'CASE: OPERATION' must contain")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=500, help="what has not ended by then is killed and says so")
     parser.add_argument("--emulated", action="store_true")
@@ -153,7 +158,7 @@ def main() -> int:
             run = job.end()
             record["runs"].append(run)
             chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            print(f"{run['tool']:10} {run['case']:34} exit {run['exit']:3} {run['seconds']:6.1f} s  {run['summary']}", flush=True)
+            print(f"{run['tool']:10} {run['case']:34} {run.get('operation', ''):36} exit {run['exit']:3} {run['seconds']:6.1f} s  {run['summary']}", flush=True)
         if late and waiting:
             record["not_run"] = [[j.tool, j.case, j.index] for j in waiting]
             chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
