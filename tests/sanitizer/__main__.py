@@ -158,7 +158,8 @@ def main() -> int:
             run = job.end()
             record["runs"].append(run)
             chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            print(f"{run['tool']:10} {run['case']:34} {run.get('operation', ''):36} exit {run['exit']:3} {run['seconds']:6.1f} s  {run['summary']}", flush=True)
+            what = f"{run['case']} {run.get('operation', '')}"
+            print(f"{run['tool']:10} {what:48} exit {run['exit']:3} {run['seconds']:6.1f} s  {run['summary']}", flush=True)
         if late and waiting:
             record["not_run"] = [[j.tool, j.case, j.index] for j in waiting]
             chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
