@@ -59,6 +59,26 @@ def float_of(bits):
     return Float32(inline_ptx(T.f32(), [bits], "mov.b32 $0, $1;", "=f,r"))
 
 
+def pinned(x):
+    """The same Int32, opaque to code motion: what is computed from it stays where it is written (hoisted, it would hold registers)."""
+    return Int32(inline_ptx(T.i32(), [Int32(x)], "mov.b32 $0, $1;", "=r,r", side_effects=True))
+
+
+def absolute(x):
+    """Magnitude of an FP32 (an operand modifier of what consumes it)."""
+    return Float32(inline_ptx(T.f32(), [x], "abs.f32 $0, $1;", "=f,f"))
+
+
+def bf16x2(a, b):
+    """Two FP32 to packed BF16, ``a`` low."""
+    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
+def f16x2(a, b):
+    """Two FP32 to packed FP16, ``a`` low."""
+    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
 def e4m3x4(a, b, c, d):
     """Four FP32 to four E4M3 codes, ``a`` in the lowest byte: nearest even, saturating; NaN becomes 0x7F."""
     return Int32(

@@ -135,6 +135,11 @@ def store_columns(tmem, start: cutlass.Constexpr, width: cutlass.Constexpr, thre
     cute.copy(copy, cute.make_tensor(values.iterator, cute.make_layout(shape)), copy.partition_D(tensor))
 
 
+def sides_of_copy(atom, shared, tiles):
+    """Shared and global side of a TMA copy of whole tiles (stages, and tiles, in the last mode)."""
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))
+
+
 @cute.jit
 def copy_scales(source, stage, target):
     """``tcgen05.cp`` of one 512-byte atom from shared memory to tensor memory, written to all four lane quadrants."""

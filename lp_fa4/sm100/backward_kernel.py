@@ -31,7 +31,7 @@ from lp_fa4.sm100.backward_load import load_role
 from lp_fa4.sm100.backward_mma import mma_role
 from lp_fa4.sm100.backward_plan import DS_ATOMS_K, DS_ATOMS_Q, backward_plan
 from lp_fa4.sm100.backward_reduce import reduce_role, staging_floats
-from lp_fa4.sm100.sync import arrive_tensor
+from lp_fa4.sm100.sync import BarrierPlaces, arrive_tensor
 from lp_fa4.sm100.tmem_plan import TmemPlan
 
 THREADS = 512
@@ -39,8 +39,8 @@ MMA_WARP, LOAD_WARP = 12, 13
 
 
 @dataclass(frozen=True)
-class BackwardBarriers:
-    """Places of the mbarriers in one array, and how many arrivals complete a phase.
+class BackwardBarriers(BarrierPlaces):
+    """The kernel's mbarriers.
 
     ``kv_*``: two key tiles' K and V. ``q_*``, ``do_*``, ``stat_*``: ``stages`` query tiles. Once per query tile: ``s_full``, ``dp_full``,
     ``dq_full`` a product is there (MMA); ``s_read``, ``dp_read`` it is in registers, ``p_ready``, ``ds_ready`` codes are stored (8 compute
@@ -51,28 +51,13 @@ class BackwardBarriers:
 
     stages: int
 
-    def _places(self) -> dict[str, tuple[int, int, int]]:
+    def sizes(self) -> list[tuple[str, int, int]]:
         sizes = [("kv_full", 2, 1), ("kv_empty", 2, 1)]
         sizes += [(name, self.stages, 1) for name in ("q_full", "q_empty", "do_full", "do_empty", "stat_full")]
         sizes += [("stat_empty", self.stages, 8), ("s_full", 1, 1), ("s_read", 1, 8), ("p_ready", 1, 8), ("dp_full", 1, 1)]
         sizes += [("dp_read", 1, 8), ("ds_ready", 1, 8), ("dq_full", 1, 1), ("dq_read", 1, 4)]
         sizes += [("dkv_full", 1, 1), ("dv_read", 1, 4), ("dk_read", 1, 4), ("landing", 1, 1)]
-        places, at = {}, 0
-        for name, many, arrivals in sizes:
-            places[name] = (at, many, arrivals)
-            at += many
-        return places
-
-    def __getattr__(self, name: str) -> int:
-        places = self._places()
-        if name in places:
-            return places[name][0]
-        raise AttributeError(name)
-
-    @property
-    def arrivals(self) -> list[int]:
-        """Arrivals of each barrier in order."""
-        return [arrivals for _, many, arrivals in self._places().values() for _ in range(many)]
+        return sizes
 
 
 class Arguments(NamedTuple):

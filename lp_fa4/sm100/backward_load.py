@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.sm100.atoms import SF_BYTES, clear_block, load_scales
+from lp_fa4.sm100.atoms import SF_BYTES, clear_block, load_scales, sides_of_copy
 from lp_fa4.sm100.backward_config import TILE
 from lp_fa4.sm100.backward_work import fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import arrive, drain, wait
@@ -56,7 +56,7 @@ def load_keys(kernel: cutlass.Constexpr, args, shared, bars, item, tiles, landed
     for atom, tensor, target in ((args.tma_k, args.k, shared.k), (args.tma_v, args.v, shared.v)):
         rows = cute.domain_offset((item.first_key, 0), tensor[None, None, item.head])
         source = mma.partition_A(cute.local_tile(rows, (TILE, dim), (None, 0)))
-        there, here = _partition(atom, target, source)
+        there, here = sides_of_copy(atom, target, source)
         cute.copy(atom, here[None, item.tile], there[None, buffer], tma_bar_ptr=full)
     tile = item.first_key // TILE + item.sequence + item.tile
     for scales, target in ((args.sf_k, shared.sf_k), (args.sf_kt, shared.sf_kt), (args.sf_v, shared.sf_v)):
@@ -81,7 +81,7 @@ def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * dim + 2 * SF_BYTES)
     rows = cute.domain_offset((item.first_query, 0), args.q[None, None, head])
-    there, here = _partition(args.tma_q, shared.q, mma.partition_B(cute.local_tile(rows, (TILE, dim), (None, 0))))
+    there, here = sides_of_copy(args.tma_q, shared.q, mma.partition_B(cute.local_tile(rows, (TILE, dim), (None, 0))))
     cute.copy(args.tma_q, here[None, tile], there[None, stage], tma_bar_ptr=full)
     row = tile
     if const_expr(not spec.shared):
@@ -103,7 +103,7 @@ def load_queries(kernel: cutlass.Constexpr, args, shared, bars, item, head, tile
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * dim + 2 * SF_BYTES)
     rows = cute.domain_offset((item.first_row, 0), args.do[None, None, head])
-    there, here = _partition(args.tma_do, shared.do, mma.partition_B(cute.local_tile(rows, (TILE, dim), (None, 0))))
+    there, here = sides_of_copy(args.tma_do, shared.do, mma.partition_B(cute.local_tile(rows, (TILE, dim), (None, 0))))
     cute.copy(args.tma_do, here[None, tile], there[None, stage], tma_bar_ptr=full)
     load_scales(args.sf_do, item.tile_row + tile, head, shared.sf_do, stage, full)
     load_scales(args.sf_dot, item.tile_row + tile, head, shared.sf_dot, stage, full)
@@ -132,7 +132,3 @@ def load_stats(source, row, head, target, stage, barrier, count: cutlass.Constex
     there = cute.make_tensor((target.iterator + stage * count).align(16), cute.make_layout(count))
     with cute.arch.elect_one():
         cute.copy(atom, cute.make_tensor(start, cute.make_layout(count)), there, mbar_ptr=barrier)
-
-
-def _partition(atom, shared, tiles):
-    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import e4m3x4, effect, inline_ptx
+from lp_fa4.common.numbers import e4m3x4, effect, pinned
 from lp_fa4.sm100.atoms import load_columns, store_columns
 from lp_fa4.sm100.backward_atoms import BLOCKS
 from lp_fa4.sm100.backward_compute import BLOCK, HALF, four, probabilities
@@ -133,11 +132,6 @@ def query_tile(here, shared, row, now, stage, low, high, masked: cutlass.Constex
     arrive(bars + bar.stat_empty + stage)
     send_rows(here, shared)
     arrive_leader(bars + bar.ds_ready)
-
-
-def pinned(x):
-    """``x``, so that what follows from it is computed here and not kept in registers through the loops."""
-    return Int32(inline_ptx(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", side_effects=True))
 
 
 @cute.jit

@@ -37,6 +37,7 @@ from lp_fa4.sm100.backward_pair_plan import pair_plan
 from lp_fa4.sm100.backward_pair_reduce import reduce_role
 from lp_fa4.sm100.backward_pair_sync import LEADER, arrive_leader, cluster_barrier, cta_rank
 from lp_fa4.sm100.backward_reduce import staging_floats
+from lp_fa4.sm100.sync import BarrierPlaces
 from lp_fa4.sm100.tmem_plan import TmemPlan
 
 PAIR_SHAPE = (2, 1, 1)
@@ -44,8 +45,8 @@ RELAY_WARP = 14
 
 
 @dataclass(frozen=True)
-class PairBarriers:
-    """Places of the mbarriers in one array, and how many arrivals complete a phase.
+class PairBarriers(BarrierPlaces):
+    """The kernel's mbarriers.
 
     Both CTAs have all of them. Those of the leader that its MMA warp waits for: ``kv_full``, ``q_full``, ``do_full`` (a load warp of each
     CTA, and the bytes of both), ``s_read``, ``p_ready``, ``ds_ready`` (8 compute warps of each), ``dq_read``, ``dv_read``, ``dk_read`` (4
@@ -56,29 +57,14 @@ class PairBarriers:
 
     stages: int
 
-    def _places(self) -> dict[str, tuple[int, int, int]]:
+    def sizes(self) -> list[tuple[str, int, int]]:
         sizes = [("kv_full", 2, 2), ("kv_empty", 2, 1), ("q_full", self.stages, 2), ("do_full", self.stages, 2)]
         sizes += [(name, self.stages, 1) for name in ("q_empty", "do_empty", "stat_full")]
         sizes += [("stat_empty", self.stages, 8)]
         sizes += [(name, 1, 1) for name in ("s_full", "dp_full", "dq_full", "dkv_full", "ds_in")]
         sizes += [(name, 1, 16) for name in ("s_read", "p_ready", "ds_ready")]
         sizes += [("dq_read", 1, 8), ("dv_read", 1, 8), ("dk_read", 1, 8), ("ds_shared", 1, 2)]
-        places, at = {}, 0
-        for name, many, arrivals in sizes:
-            places[name] = (at, many, arrivals)
-            at += many
-        return places
-
-    def __getattr__(self, name: str) -> int:
-        places = self._places()
-        if name in places:
-            return places[name][0]
-        raise AttributeError(name)
-
-    @property
-    def arrivals(self) -> list[int]:
-        """Arrivals of each barrier in order."""
-        return [arrivals for _, many, arrivals in self._places().values() for _ in range(many)]
+        return sizes
 
 
 class PairArguments(NamedTuple):

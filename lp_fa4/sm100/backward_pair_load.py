@@ -9,9 +9,9 @@ that reaches past its sequence's end is written by this warp instead, with zeros
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.common.numbers import effect
+from lp_fa4.sm100.atoms import sides_of_copy
 from lp_fa4.sm100.backward_atoms import BLOCKS
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, PAIR, TILE
 from lp_fa4.sm100.backward_load import load_stats
@@ -141,5 +141,5 @@ def write_tile(source, first, target, stage, rows: cutlass.Constexpr, left, widt
 
 def load_tile(atom, tiles, index, target, stage, barrier):
     """TMA of tile ``index`` of this CTA's part of ``tiles``."""
-    there, here = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 3), cute.group_modes(tiles, 0, 3))
+    there, here = sides_of_copy(atom, target, tiles)
     cute.copy(atom, here[None, index], there[None, stage], tma_bar_ptr=barrier)

@@ -10,11 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from lp_fa4.common.numbers import effect
+from lp_fa4.common.numbers import effect, f16x2
 from lp_fa4.sm100.atoms import load_columns
 from lp_fa4.sm100.backward_config import DQ_COLUMNS, STAT_POWER, TILE
 from lp_fa4.sm100.backward_store import store_gradients, store_zeros
-from lp_fa4.sm100.backward_work import dq_row, f16x2, fetch, item_count, key_tile, query_step
+from lp_fa4.sm100.backward_work import dq_row, fetch, item_count, key_tile, query_step
 from lp_fa4.sm100.sync import arrive_tensor, wait_tensor
 
 

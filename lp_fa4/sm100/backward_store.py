@@ -5,9 +5,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, effect, inverse_of_byte
+from lp_fa4.common.numbers import bf16x2, byte_of_amax_bits, e4m3x4, effect, inverse_of_byte
 from lp_fa4.sm100.atoms import load_columns
-from lp_fa4.sm100.backward_work import bf16x2, block_amax
+from lp_fa4.sm100.backward_work import block_amax
 
 BLOCK = 32
 

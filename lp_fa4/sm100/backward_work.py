@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import bits_of, inline_ptx
+from lp_fa4.common.numbers import absolute, bits_of, inline_ptx
 from lp_fa4.sm100.backward_config import TILE
 
 
@@ -110,11 +110,6 @@ def dq_row(spec: cutlass.Constexpr, args, item: KeyTile, tile: Int32):
     return row
 
 
-def absolute(x):
-    """Magnitude (an operand modifier of what consumes it)."""
-    return Float32(inline_ptx(T.f32(), [x], "abs.f32 $0, $1;", "=f,f"))
-
-
 def largest_of(a, b, c):
     """Largest of three, NaN if one is."""
     return Float32(inline_ptx(T.f32(), [a, b, c], "max.NaN.f32 $0, $1, $2, $3;", "=f,f,f,f"))
@@ -123,16 +118,6 @@ def largest_of(a, b, c):
 def warp_amax(x):
     """Largest magnitude of a warp's values, NaN if one is."""
     return Float32(inline_ptx(T.f32(), [x], "redux.sync.max.abs.NaN.f32 $0, $1, 0xffffffff;", "=f,f", side_effects=True))
-
-
-def bf16x2(a, b):
-    """Two FP32 to packed BF16, ``a`` low."""
-    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
-
-
-def f16x2(a, b):
-    """Two FP32 to packed FP16, ``a`` low."""
-    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f"))
 
 
 @cute.jit

@@ -29,6 +29,7 @@ from lp_fa4.sm100.forward_correction import correction_role
 from lp_fa4.sm100.forward_load import load_role
 from lp_fa4.sm100.forward_mma import mma_role
 from lp_fa4.sm100.forward_softmax import softmax_role
+from lp_fa4.sm100.sync import BarrierPlaces
 from lp_fa4.sm100.tmem_plan import COLUMNS, TmemPlan, forward_plan
 from lp_fa4.sm100.work import ENTRY, READERS, RING
 
@@ -37,8 +38,8 @@ MMA_WARP, LOAD_WARP = 12, 13
 
 
 @dataclass(frozen=True)
-class Barriers:
-    """Places of the mbarriers in one array, and how many arrivals complete a phase.
+class Barriers(BarrierPlaces):
+    """The kernel's mbarriers.
 
     ``q_*``: two items' worth of Q. ``k_*``, ``v_*``: ``stages`` tiles. Per Q tile: ``s_full`` scores are there (MMA), ``s_read`` scores are
     in registers (4 softmax warps), ``p_ready`` P is stored (4 softmax warps), ``o_ready`` O may be added to (4 correction warps: rescaled,
@@ -49,29 +50,14 @@ class Barriers:
     stages: int
     drawn: bool = False
 
-    def _places(self) -> dict[str, tuple[int, int, int]]:
+    def sizes(self) -> list[tuple[str, int, int]]:
         sizes = [("q_full", 2, 1), ("q_empty", 2, 1)]
         sizes += [(name, self.stages, 1) for name in ("k_full", "k_empty", "v_full", "v_empty")]
         sizes += [("s_full", 2, 1), ("s_read", 2, 4), ("p_ready", 2, 4), ("o_ready", 2, 4), ("o_full", 2, 1)]
         sizes += [("mail_full", 2, 4), ("mail_empty", 2, 4)]
         if self.drawn:
             sizes += [("answered", 1, 1), ("drawn_full", RING, 1), ("drawn_empty", RING, READERS)]
-        places, at = {}, 0
-        for name, many, arrivals in sizes:
-            places[name] = (at, many, arrivals)
-            at += many
-        return places
-
-    def __getattr__(self, name: str) -> int:
-        places = self._places()
-        if name in places:
-            return places[name][0]
-        raise AttributeError(name)
-
-    @property
-    def arrivals(self) -> list[int]:
-        """Arrivals of each barrier in order."""
-        return [arrivals for _, many, arrivals in self._places().values() for _ in range(many)]
+        return sizes
 
 
 class Arguments(NamedTuple):

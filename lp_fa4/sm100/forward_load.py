@@ -3,9 +3,8 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.sm100.atoms import F8, SF_BYTES, load_scales
+from lp_fa4.sm100.atoms import F8, SF_BYTES, load_scales, sides_of_copy
 from lp_fa4.sm100.config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm100.sync import drain, ring_place, wait
 from lp_fa4.sm100.work import NONE, fetch, hand_on, receive_item, request_item, same_queries, scale_tile
@@ -34,9 +33,9 @@ def load_role(kernel: cutlass.Constexpr, args, shared, bars):
         g_q = cute.local_tile(cute.domain_offset((item.first_query, 0), args.q[None, None, item.head]), (QUERY_TILE, dim), (None, 0))
         g_k = cute.local_tile(cute.domain_offset((item.first_key, 0), args.k[None, None, kv_head]), (KEY_TILE, dim), (None, 0))
         g_v = cute.local_tile(cute.domain_offset((0, item.first_key), args.v[None, None, kv_head]), (dim, KEY_TILE), (0, None))
-        s_q, g_q = _partition(args.tma_q, shared.q, qk.partition_A(g_q))
-        s_k, g_k = _partition(args.tma_k, shared.k, qk.partition_B(g_k))
-        s_v, g_v = _partition(args.tma_v, shared.v, pv.partition_B(g_v))
+        s_q, g_q = sides_of_copy(args.tma_q, shared.q, qk.partition_A(g_q))
+        s_k, g_k = sides_of_copy(args.tma_k, shared.k, qk.partition_B(g_k))
+        s_v, g_v = sides_of_copy(args.tma_v, shared.v, pv.partition_B(g_v))
 
         fresh = True
         if const_expr(kernel.tuning.drawn):
@@ -116,7 +115,3 @@ def load_tile(atom, source, target, scales, scale_tile_index, head, scale_target
     cute.copy(atom, source, target, tma_bar_ptr=barrier)
     if const_expr(scales is not None):
         load_scales(scales, scale_tile_index, head, scale_target, stage, barrier)
-
-
-def _partition(atom, shared, tiles):
-    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))

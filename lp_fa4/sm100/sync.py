@@ -11,6 +11,29 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
 
+class BarrierPlaces:
+    """A kernel's mbarriers in one array: each name is an attribute, the place of the first barrier of that name.
+
+    A subclass has ``sizes``: names in their order, how many barriers each has, and how many arrivals complete a phase of one.
+    """
+
+    def sizes(self) -> list[tuple[str, int, int]]:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> int:
+        at = 0
+        for known, many, _ in self.sizes():
+            if known == name:
+                return at
+            at += many
+        raise AttributeError(name)
+
+    @property
+    def arrivals(self) -> list[int]:
+        """Arrivals of each barrier in order."""
+        return [arrivals for _, many, arrivals in self.sizes() for _ in range(many)]
+
+
 @dsl_user_op
 def tensor_fence(when: str, *, loc=None, ip=None) -> None:
     """``tcgen05.fence::{before,after}_thread_sync``."""
