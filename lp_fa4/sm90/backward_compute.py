@@ -41,7 +41,6 @@ from lp_fa4.sm90.backward_load import shared_ints
 from lp_fa4.sm90.backward_ops import (
     PAIR_LOSS,
     absolute,
-    accumulate,
     arrive,
     effect,
     high_of,
@@ -51,6 +50,7 @@ from lp_fa4.sm90.backward_ops import (
     pick_pairs,
     pinned,
     power_for,
+    product,
     reciprocal_power,
     redux_max,
     redux_min,
@@ -326,15 +326,15 @@ def hand_over(spec, w, stage, buffer):
 @cute.jit
 def pass_tile(spec, w, now):
     """One query tile of a warpgroup without keys: codes of 0, under a scale that no other is above."""
-    stage, phase, out, out_phase, buffer, ds_phase = now
-    cute.arch.mbarrier_wait(w.bars.ds_empty + buffer, ds_phase ^ 1)
+    stage, phase, out, out_phase = now
+    cute.arch.mbarrier_wait(w.bars.ds_empty + out, out_phase ^ 1)
     codes = cute.make_rmem_tensor(8, Int32)
     codes.fill(0)
-    store_codes(w, codes, buffer, Float32(NO_SCALE))
+    store_codes(w, codes, out, Float32(NO_SCALE))
     cute.arch.mbarrier_wait(w.bars.a_full + stage, phase)
     if const_expr(spec.follows):
         note_scale(w, stage, phase, Float32(NO_SCALE))
-    hand_over(spec, w, stage, buffer)
+    hand_over(spec, w, stage, out)
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
     release(spec, w.bars.t_empty + out, w.peer)
 
@@ -342,10 +342,10 @@ def pass_tile(spec, w, now):
 @cute.jit
 def start_last(spec, w, dK, last):
     """Issue dK of a segment's last query tile; dV is done. ``last``: as in :func:`step`."""
-    out, out_phase, stage, buffer = last
+    stage, _, out, out_phase = last
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
-    accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, out], False)
-    hand_over(spec, w, stage, buffer)
+    product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + out * w.tile, QUERY_TILE)
+    hand_over(spec, w, stage, out)
 
 
 @cute.jit
@@ -358,39 +358,41 @@ def end_last(spec, w, out):
 
 @cute.jit
 def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last):
-    """One query tile. ``kind``: FIRST of a segment (dK is all zeros), or STEADY; ``keys``: factors of :func:`key_factors`, K and V
-    operands; ``diagonal``: for :func:`diagonal_mask`; ``now``: stage and phase of Q, dO and dO^T, and of dS; ``last``: stage and phase of
-    Q^T of the tile before, whose dK is done here, its stage of Q and its buffer of dS, which are handed over here. Returns x.
+    """One query tile. ``kind``: FIRST of a segment (dK is all zeros), or STEADY; ``keys``: factors of :func:`key_factors`, lower halves of
+    the descriptors of K and V; ``diagonal``: for :func:`diagonal_mask`; ``now``: stage and phase of Q, dO and dO^T, then of Q^T and dS;
+    ``last``: those of the tile before, whose dK is done here, and whose Q and dS are handed over here. Returns x.
 
     Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
     as soon as dK is read there (C7514). dK runs under the exponentials where registers allow.
     """
     fk, fv, k, v = keys
     bars, under = w.bars, not spec.causal or spec.group == 1
-    stage, phase, buffer, ds_phase = now
+    stage, phase, out, out_phase = now
+    last_stage, _, last_out, last_phase = last
     stat = w.stat + stage * (4 * STAT_FLOATS)
     S = cute.make_rmem_tensor(w.score_shape, Float32)
     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-    accumulate(w.mma_s, S, k, w.q[None, None, None, stage], True)
+    ring = w.low + stage * w.tile
+    product(w.mma_s, S, w.k, w.q, True, ring, spec.head_dim, k, spec.head_dim)
     if const_expr(kind == FIRST):
         warpgroup.wait_group(0)
     else:
-        cute.arch.mbarrier_wait(bars.t_full + last[0], last[1])
-        accumulate(w.mma_g, dK, w.dS_operand, w.qt[None, None, None, last[0]], False)
-        hand_over(spec, w, last[2], last[3])
+        cute.arch.mbarrier_wait(bars.t_full + last_out, last_phase)
+        product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + last_out * w.tile, QUERY_TILE)
+        hand_over(spec, w, last_stage, last_out)
         if const_expr(under):
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
-            release(spec, bars.t_empty + last[0], w.peer)
+            release(spec, bars.t_empty + last_out, w.peer)
     pairs = cute.make_rmem_tensor(16, Int32)
     probabilities(spec, w, S, w.P, pairs, stat, fk, diagonal)
     dP = cute.make_rmem_tensor(w.score_shape, Float32)
-    accumulate(w.mma_s, dP, v, w.do[None, None, None, stage], True)
-    accumulate(w.mma_g, dV, w.P_operand, w.dot[None, None, None, stage], kind == FIRST)
+    product(w.mma_s, dP, w.v, w.do, True, ring + w.places["do"], spec.head_dim, v, spec.head_dim)
+    product(w.mma_g, dV, w.P_operand, w.dot, kind == FIRST, ring + w.places["dot"], QUERY_TILE)
     warpgroup.wait_group(0)
     if const_expr(kind != FIRST and under):
-        release(spec, bars.t_empty + last[0], w.peer)
+        release(spec, bars.t_empty + last_out, w.peer)
     if const_expr(kind != FIRST and spec.follows):
         x = follow_scales(w, stage, phase, x, dK)
     share = common = Float32(1.0)
@@ -410,18 +412,18 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         to_codes(dP, w.dS)
         if const_expr(kind != FIRST and spec.tiles):
             x = recode_if_full(dP, w.dS, x, dK)
-    cute.arch.mbarrier_wait(bars.ds_empty + buffer, ds_phase ^ 1)
+    cute.arch.mbarrier_wait(bars.ds_empty + out, out_phase ^ 1)
     if const_expr(spec.tiles):
         codes = cute.make_rmem_tensor(8, Int32)
         for i in cutlass.range_constexpr(8):
             codes[i] = w.dS[i]
         if share < SMALL_SHARE:
             to_codes(dP, w.dS, (share, share))
-        publish(spec, w, dP, codes, buffer, x * common)
+        publish(spec, w, dP, codes, out, x * common)
     elif const_expr(kind == FIRST or spec.fold):
-        publish(spec, w, dP, w.dS, buffer, x)
+        publish(spec, w, dP, w.dS, out, x)
     else:
-        x = publish_in_range(spec, w, dP, w.dS, buffer, x, dK)
+        x = publish_in_range(spec, w, dP, w.dS, out, x, dK)
     if const_expr(spec.follows):
         note_scale(w, stage, phase, x)
     return x

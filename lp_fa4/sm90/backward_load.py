@@ -66,8 +66,9 @@ def segment(spec, item, first, chunk, chunks, s):
     that CTAs on one head meet the same query operands and sums of dQ while those are in L2; neighbours start at different tiles of a
     chunk, so that their reductions do not meet."""
     turn = item.n // 2 if spec.cluster else item.n
-    head = item.hk * spec.group + s // chunks
-    c = chunk + s % chunks
+    head, c = item.hk, chunk + s
+    if const_expr(spec.group > 1):
+        head, c = item.hk * spec.group + s // chunks, chunk + s % chunks
     low = cutlass.max(first, CHUNK_TILES * c)
     count = cutlass.min(CHUNK_TILES * c + CHUNK_TILES, item.tiles) - low
     return head, low, count, turn % count

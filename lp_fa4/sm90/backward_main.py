@@ -5,6 +5,7 @@ make K^T and dQ (``backward_dq``). All hand-over is by mbarriers; the computing 
 workspaces: ``backward_layout``. Formulas: ``backward_compute``.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import cutlass
@@ -19,7 +20,7 @@ from lp_fa4.sm90.backward_compute import FIRST, STEADY, end_last, key_factors, p
 from lp_fa4.sm90.backward_dq import dq_warps
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
-from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
+from lp_fa4.sm90.backward_ops import advance, arrive, low_half, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 
 REGISTERS = (32, 208, 64)
@@ -56,6 +57,14 @@ def shared_layouts(spec):
         kt=layout(d, KEY_TILE),
         ds=layout(QUERY_TILE, KEY_TILE, 2),
     )
+
+
+def operand_places(spec: BackwardSpec) -> dict[str, int]:
+    """Where each operand begins behind Q, in units of a descriptor (16 bytes), in the order of ``BackwardMain.storage``."""
+    a_stages, b_stages, _ = stages(spec)
+    counts = {"q": a_stages, "do": a_stages, "qt": b_stages, "dot": a_stages, "k": 2 * KEY_TILE // QUERY_TILE, "v": 0}
+    begins = itertools.accumulate(counts.values(), initial=0)
+    return {name: begin * (spec.tile_bytes // 16) for name, begin in zip(counts, begins, strict=False)}
 
 
 class BackwardMain:
@@ -268,14 +277,18 @@ class BackwardMain:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             thread = tid - 128
             own = cute.arch.make_warp_uniform(thread // 32)
-            group = cute.arch.make_warp_uniform(thread // 128)
+            group = own // 4
             lane = pinned(tid % 32)  # else it is read again and again, 160 clocks a time
             slice_s, slice_g = mma_s.get_slice(group * 128), mma_g.get_slice(group * 128)
             tensor = lambda x, layout: swizzled(x, layout)  # noqa: E731
             operand_shape = mma_g.partition_shape_A((KEY_TILE, QUERY_TILE))
             P, dS = mma_g.make_fragment_A(operand_shape), mma_g.make_fragment_A(operand_shape)
             turned = lambda x, layout: slice_g.make_fragment_B(slice_g.partition_B(tensor(x, layout)))  # noqa: E731
+            one = lambda x: x[None, None, None, 0]  # noqa: E731
             w = SimpleNamespace(
+                low=pinned(low_half(address(store.q))),
+                places=operand_places(spec),
+                tile=spec.tile_bytes // 16,
                 bars=bars,
                 lane=lane,
                 warp=own,
@@ -283,12 +296,12 @@ class BackwardMain:
                 thread=thread,
                 mma_s=mma_s,
                 mma_g=mma_g,
-                k=slice_s.make_fragment_A(slice_s.partition_A(smem.k)),
-                v=slice_s.make_fragment_A(slice_s.partition_A(smem.v)),
-                q=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.q, layouts.q))),
-                do=slice_s.make_fragment_B(slice_s.partition_B(tensor(store.do, layouts.q))),
-                qt=turned(store.qt, layouts.qt),
-                dot=turned(store.dot, layouts.dot),
+                k=one(slice_s.make_fragment_A(slice_s.partition_A(smem.k))),
+                v=one(slice_s.make_fragment_A(slice_s.partition_A(smem.v))),
+                q=one(slice_s.make_fragment_B(slice_s.partition_B(tensor(store.q, layouts.q)))),
+                do=one(slice_s.make_fragment_B(slice_s.partition_B(tensor(store.do, layouts.q)))),
+                qt=one(turned(store.qt, layouts.qt)),
+                dot=one(turned(store.dot, layouts.dot)),
                 score_shape=mma_s.partition_shape_C((KEY_TILE, QUERY_TILE)),
                 gradient_shape=mma_g.partition_shape_C((KEY_TILE, spec.head_dim)),
                 P_operand=P,
@@ -320,13 +333,15 @@ class BackwardMain:
         d = spec.head_dim
         bid, _, _ = cute.arch.block_idx()
         scratch = grads.scratch + Int64(bid) * (2 * KEY_TILE * d * 4)
-        stage, phase, out, out_phase, buffer, ds_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        kv, kv_phase, more = Int32(0), Int32(0), Int32(1)
+        stage, phase, out, out_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        items, more = Int32(0), Int32(1)
         while more > 0:
-            cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
+            kv = items & 1
+            cute.arch.mbarrier_wait(bars.k_full + kv, (items >> 1) & 1)
             item = Item(w.record + RECORD_BYTES * kv)
-            more = item.b + 1
+            more = Int32(item.b >= 0)
             if more > 0:
+                more = Int32(1)  # known here: not held through the item
                 first, chunk, chunks = query_span(spec, item)
                 segments = chunks * spec.group
                 if segments == 0:
@@ -338,34 +353,40 @@ class BackwardMain:
                     for s in cutlass.range(segments, unroll=1):
                         count = segment(spec, item, first, chunk, chunks, s)[2]
                         for _ in cutlass.range(count, unroll=1):
-                            pass_tile(spec, w, (stage, phase, out, out_phase, buffer, ds_phase))
-                            stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
+                            pass_tile(spec, w, (stage, phase, out, out_phase))
+                            stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
                     cute.arch.sync_warp()  # all lanes have read the record
                     arrive(bars.k_empty + kv)
                 else:
                     fk, fv = key_factors(spec, w, item)
-                    keys = (fk, fv, w.k[None, None, None, kv], w.v[None, None, None, kv])
+                    k = w.low + w.places["k"] + pinned(w.warp) // 4 * w.tile + kv * (KEY_TILE // QUERY_TILE * w.tile)
+                    keys = (fk, fv, k, k + (w.places["v"] - w.places["k"]))
                     for s in cutlass.range(segments, unroll=1):
-                        _, low, count, turn = segment(spec, item, first, chunk, chunks, s)
+                        here = Item(pinned(w.record + RECORD_BYTES * kv)) if const_expr(spec.long) else item  # registers are short
+                        _, low, count, turn = segment(spec, here, *query_span(spec, here), s)
+                        # ptxas cannot see it, and would keep the descriptors of every product in ordinary registers
+                        out, out_phase = cute.arch.make_warp_uniform(out), cute.arch.make_warp_uniform(out_phase)
+                        if const_expr(stages(spec)[0] == 2):
+                            stage, phase = out, out_phase
                         dV = cute.make_rmem_tensor(w.gradient_shape, Float32)
                         dK = cute.make_rmem_tensor(w.gradient_shape, Float32)
                         dK.fill(0.0)
                         cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                         segment_factors(w, stage)
-                        diagonal = item.n * KEY_TILE + 16 * w.warp - item.klen + item.qlen - QUERY_TILE * low
-                        now = (stage, phase, buffer, ds_phase)
+                        diagonal = here.n * KEY_TILE + 16 * w.warp - here.klen + here.qlen - QUERY_TILE * low
+                        now = (stage, phase, out, out_phase)
                         x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, diagonal - QUERY_TILE * turn, now, now)
                         for _ in cutlass.range(count - 1, unroll=1):
-                            last, turn = (out, out_phase, stage, buffer), self.next_turn(turn, count)
-                            stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
-                            now = (stage, phase, buffer, ds_phase)
+                            last, turn = (stage, phase, out, out_phase), self.next_turn(turn, count)
+                            stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
+                            now = (stage, phase, out, out_phase)
                             x = step(spec, STEADY, w, dV, dK, x, keys, diagonal - QUERY_TILE * turn, now, last)
                         again = Item(pinned(w.record + RECORD_BYTES * kv))  # not held through the loop: registers are short
                         left = again.klen - (again.n * KEY_TILE + 16 * w.warp)
                         if s == segments - 1:
                             cute.arch.sync_warp()  # all lanes have read the record
                             arrive(bars.k_empty + kv)
-                        start_last(spec, w, dK, (out, out_phase, stage, buffer))
+                        start_last(spec, w, dK, (stage, phase, out, out_phase))
                         if const_expr(spec.group > 1):  # registers are short
                             end_last(spec, w, out)
                         # elsewhere dV leaves under the last product
@@ -374,8 +395,8 @@ class BackwardMain:
                             end_last(spec, w, out)
                         factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
                         self.leave(w, 1, dK, factor, s, segments, again, left, grads, kv_heads, scratch)
-                        stage, phase, out, out_phase, buffer, ds_phase = self.next_tile(stage, phase, out, out_phase, buffer, ds_phase)
-            kv, kv_phase = advance(kv, kv_phase, 2)
+                        stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
+            items = items + 1
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
@@ -387,13 +408,13 @@ class BackwardMain:
         return turn
 
     @cute.jit
-    def next_tile(self, stage, phase, out, out_phase, buffer, ds_phase):
-        """Ring positions of the next query tile."""
+    def next_tile(self, stage, phase, out, out_phase):
+        """Ring positions of the next query tile: of Q, dO and dO^T, and of Q^T and dS, both in rings of two. One and the same where all
+        rings have two stages."""
         a_stages, b_stages, _ = stages(self.spec)
-        stage, phase = advance(stage, phase, a_stages)
         out, out_phase = advance(out, out_phase, b_stages)
-        buffer, ds_phase = advance(buffer, ds_phase, 2)
-        return stage, phase, out, out_phase, buffer, ds_phase
+        stage, phase = advance(stage, phase, a_stages) if const_expr(a_stages != b_stages) else (out, out_phase)
+        return stage, phase, out, out_phase
 
     @cute.jit
     def leave(self, w, which: cutlass.Constexpr, acc, factor, s, segments, item, left, grads, kv_heads, scratch):

@@ -2,21 +2,25 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.tcgen05.helpers import int_to_smem_descriptor
 from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import e4m3x4, effect, inline_ptx
+from lp_fa4.common.numbers import absolute, bf16x2, e4m3x4, effect, f16x2, inline_ptx, pinned
 
 __all__ = [
-    "accumulate",
+    "absolute",
     "arrive",
     "bf16x2",
     "e4m3x4",
     "effect",
+    "f16x2",
     "mask_of",
     "pick_pairs",
+    "pinned",
+    "product",
     "redux_max",
     "release",
     "rescale_codes",
@@ -27,21 +31,6 @@ __all__ = [
 def pick_pairs(a, b, selector: str):
     """Four bytes of two words; ``selector`` as written in PTX, lowest byte last."""
     return Int32(inline_ptx(T.i32(), [a, b], f"prmt.b32 $0, $1, $2, 0x{selector};", "=r,r,r"))
-
-
-def bf16x2(a, b):
-    """Two FP32 to packed BF16, ``a`` low."""
-    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
-
-
-def f16x2(a, b):
-    """Two FP32 to packed FP16, ``a`` low."""
-    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f"))
-
-
-def absolute(x):
-    """Magnitude (folds into the consumer as an operand modifier)."""
-    return Float32(inline_ptx(T.f32(), [x], "abs.f32 $0, $1;", "=f,f"))
 
 
 def larger(a, b):
@@ -149,21 +138,45 @@ def release(spec, barrier, peer):
             cute.arch.mbarrier_arrive(barrier, peer)
 
 
+UPPER_HALF = {128: 0x40000040, 64: 0x80000020}
+"""Upper half of the descriptor of a K-major tile by the bytes of its rows: their swizzle, and the distance of eight rows."""
+
+
+def low_half(address):
+    """Lower half of the descriptor of an operand at ``address`` in shared memory. 16 bytes further on it is 1 more: shared memory ends
+    long before a sum could leave the field."""
+    return (address >> 4) | 0x10000
+
+
+def described(low, row_bytes: int):
+    """The descriptor with this lower half."""
+    text = f"{{.reg .b32 h; mov.b32 h, {UPPER_HALF[row_bytes]:#x}; mov.b64 $0, {{$1, h}};}}"
+    return int_to_smem_descriptor(Int64(inline_ptx(T.i64(), [low], text, "=l,r")))
+
+
 @cute.jit
-def accumulate(mma, acc, a, b, zero: cutlass.Constexpr):
-    """Issue ``acc (+)= a b`` over all K blocks as one wgmma group."""
+def product(mma, acc, a, b, zero: cutlass.Constexpr, b_low, b_bytes: cutlass.Constexpr, a_low=None, a_bytes: cutlass.Constexpr = 0):
+    """Issue ``acc (+)= a b`` over all K blocks as one wgmma group. Operands of shared memory are given by the lower halves of their
+    descriptors and the bytes of their rows; of the fragments ``a`` and ``b`` only the layouts count then.
+
+    From descriptor fragments the DSL makes 64-bit sums, five uniform instructions more a wgmma, each waiting for the one before.
+    """
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        left, right = a[None, None, k], b[None, None, k]
+        if const_expr(a_low is not None):
+            left = cute.make_tensor(described(a_low + 2 * k, a_bytes), left.layout)
+        right = cute.make_tensor(described(b_low + 2 * k, b_bytes), right.layout)
+        cute.gemm(atom, acc, left, right, acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 
 
 @cute.jit
 def issue(mma, acc, a, b, blocks, zero: cutlass.Constexpr):
-    """As :func:`accumulate` over the K blocks given, as one wgmma group."""
+    """As :func:`product` over the K blocks given, of fragments."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
@@ -176,6 +189,8 @@ def issue(mma, acc, a, b, blocks, zero: cutlass.Constexpr):
 @cute.jit
 def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
     """Next stage of a ring; the phase flips at its end."""
+    if const_expr(stages == 2):
+        return stage ^ 1, phase ^ stage
     stage = stage + 1
     if stage == stages:
         stage, phase = Int32(0), phase ^ 1
@@ -215,8 +230,3 @@ def power_for(bits, target: int):
 def reciprocal_power(x):
     """Reciprocal of a normal power of two, exactly."""
     return Float32(inline_ptx(T.f32(), [x], "{.reg .b32 e; mov.b32 e, $1; sub.s32 e, 0x7F000000, e; mov.b32 $0, e;}", "=f,f"))
-
-
-def pinned(x):
-    """The same Int32, opaque to code motion: what is computed from it stays where it is written (hoisted addresses would spill)."""
-    return Int32(inline_ptx(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", side_effects=True))
