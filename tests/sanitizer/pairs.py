@@ -26,9 +26,10 @@ class Pair:
     reason: str
 
 
-FORWARD, STAGED, WEIGHT, INPUT, BACKWARD = (
+FORWARD, STAGED, PROJECTION, WEIGHT, INPUT, BACKWARD = (
     "forward_kernel Forward",
     "staged StagedNorm",
+    "kernel NormProjection",
     "weight_gradient_codes WeightGradientOfCodes",
     "input_gradient_codes InputGradientOfCodes",
     "backward_main BackwardMain",
@@ -90,6 +91,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(STAGED, "staged.py load", "staged.py read", BULK, "rows of a stage: " + MET.format("empty")),
     Pair(STAGED, "staged.py emit", "staged.py store_copy", PUBLISH, "a slot of codes: " + WRITTEN.format("word_full")),
+    Pair(PROJECTION, "roles.py slab", "roles.py load_matrices", PUBLISH, "normed rows of a stage: " + WRITTEN.format("normed")),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py compute", PUBLISH, TABLE),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
     Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py multiply", PUBLISH, TABLE),
