@@ -13,7 +13,7 @@ THREADS = 512
 """A warpgroup that normalizes, one that loads, two that multiply."""
 REGISTERS = (104, 24, 192)
 """Of a thread of each kind: 64 rows x 384 columns in BF16 are 96 registers of a multiplying thread, two sets of sums 64."""
-EARLY = 3
+EARLY = 2
 """Pieces of the weight whose products are started before the sums of the columns before are quantized."""
 COLUMN_TILES = (64, 32)
 """Columns of a product, largest first: see ``ProjectionSpec.column_tile``."""
@@ -24,6 +24,8 @@ X_STAGES = 3
 """Halves in flight."""
 CLUSTER = 1
 """CTAs that share what they read of the weight. Alone a CTA draws its tiles, which is worth more than half of its reads from L2."""
+MAX_PIECES = 8
+"""Pieces of the weight in flight, at most."""
 ITEMS = 3
 """Tiles whose places may be known ahead."""
 
@@ -58,15 +60,15 @@ class ProjectionSpec:
         """The norm's own key, as of BF16 rows whatever x is: sums in the same order, so that equal values have equal results."""
         return NormSpec(self.contracted, "bfloat16", self.weight_dtype, 0, self.norm_width, dense=self.dense, centred=self.centred)
 
-    # As the projection's epilogue asks for them (``gemm_quantize.sm90_epilogue``).
-    static = True
-    folded = False
-    block_tokens = 0
-
     @property
     def column_tile(self) -> int:
         """Columns of a product: the largest of which an even number is N, for there are two sets of sums; 0 if there is none."""
         return next((n for n in COLUMN_TILES if self.columns % (2 * n) == 0), 0)
+
+    @property
+    def run(self) -> int:
+        """Consecutive columns that a thread holds of a row's product, by the order in which the weight's rows are brought."""
+        return self.column_tile // 4
 
     @property
     def column_tiles(self) -> int:
@@ -102,7 +104,7 @@ class ProjectionSpec:
     def pieces(self) -> int:
         """Pieces of the weight in flight: what shared memory has left."""
         vectors = 4 * self.contracted * (1 + (ITEMS + 4 if self.centred else 0))
-        return min(8, (SHARED_BYTES - 2048 - 8 * 2048 - vectors - X_STAGES * self.stage_bytes) // self.piece_bytes)
+        return min(MAX_PIECES, (SHARED_BYTES - 3072 - vectors - X_STAGES * self.stage_bytes) // self.piece_bytes)
 
 
 def unsupported(spec: ProjectionSpec) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers as hopper
 from torch import Tensor
@@ -72,6 +72,13 @@ class NormProjection:
         x_atom, t_x = None, x
         if const_expr(not spec.direct):
             x_atom, t_x = cpasync.make_tiled_tma_atom(load, x, first_stage(l_x), (HALF, DEPTH))
+        # A thread's sums are of columns 8 j + 2 q + c (q its place in four lanes). Row 8 j + 2 q + c of a piece is the weight's row
+        # run q + 2 j + c, so that a thread has consecutive columns, and stores them as they are.
+        step, run = w.stride[0], spec.run
+        order = cute.make_layout(
+            ((2, 4, run // 2, spec.column_tiles), spec.contracted), stride=((step, run * step, 2 * step, spec.column_tile * step), 1)
+        )
+        w = cute.make_tensor(w.iterator, order)
         w_atom, t_w = cpasync.make_tiled_tma_atom(shared, w, first_stage(l_w), (spec.column_tile, DEPTH), num_multicast=spec.cluster)
         k, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
         mma = hopper.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, (1, 1, 1), (64, spec.column_tile), source)
@@ -124,7 +131,6 @@ class NormProjection:
             gain: cute.struct.Align[cute.struct.MemRange[Float32, columns], 128]
             mean: cute.struct.Align[cute.struct.MemRange[Float32, ITEMS * columns if spec.centred else 4], 128]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.norm.warps * columns if spec.centred else 4], 128]
-            staging: cute.struct.Align[cute.struct.MemRange[Uint32, 8 * 512], 128]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_x)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_w)], 1024]
 
@@ -143,7 +149,6 @@ class NormProjection:
             gain=storage.gain.get_tensor(cute.make_layout(columns)),
             mean=storage.mean.data_ptr(),
             parts=storage.parts.get_tensor(cute.make_layout((columns, self.norm.warps))) if const_expr(spec.centred) else None,
-            staging=storage.staging.data_ptr(),
             rows=storage.x.data_ptr(),
             x=storage.x.get_tensor(l_x.outer, swizzle=l_x.inner),
             w=storage.w.get_tensor(l_w.outer, swizzle=l_w.inner),

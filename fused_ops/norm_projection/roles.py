@@ -8,11 +8,10 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import T
 
-from fused_ops.gemm_quantize.sm90_epilogue import finish
 from fused_ops.gemm_quantize.sm90_roles import issue, release
 from fused_ops.norm_projection.config import DEPTH, EARLY, HALF, ITEMS, X_STAGES, ProjectionSpec
 from fused_ops.places import bulk_copy, first_sequence, place
-from fused_ops.rmsnorm_quantize.arithmetic import load8_float, mul, prefetch, rsqrt, store, sub
+from fused_ops.rmsnorm_quantize.arithmetic import load8_float, mul, nan_unless_finite, prefetch, rsqrt, store, sub
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import e4m3x4, float_of, inline_ptx
@@ -356,11 +355,34 @@ def piece(
 
 
 @cute.jit
-def quantize(spec: cutlass.Constexpr, io, s, where, n: Int32, total: cute.Tensor, wg: Int32):
-    """Codes of a product's columns to memory."""
-    units = spec.column_tile // 32
-    out = Bundle(inverse=cute.make_tensor(s.inverse.iterator + n * units, cute.make_layout(units)), staging=s.staging)
-    finish(spec, Bundle(codes=io.keys, scales=None, column=n), out, where, total, wg, Int32(0), Int32(0))
+def quantize(spec: cutlass.Constexpr, io, s, at, n: Int32, total: cute.Tensor):
+    """Codes of a product's columns to memory: a thread has runs of ``spec.run`` consecutive ones of two rows (``spec.weight_order``)."""
+    tid, _, _ = cute.arch.thread_idx()
+    column, row = n * spec.column_tile + spec.run * (tid % 4), tid % 128 // 4
+    first = row // 8 * 16 + row % 8
+    inverse, keys = s.inverse, io.keys
+    factor = inverse[column // 32]
+    if at.token + HALF <= at.end:
+        store_codes(spec, keys, at, first, column, factor, total, True)
+    else:
+        store_codes(spec, keys, at, first, column, factor, total, False)
+
+
+@cute.jit
+def store_codes(spec: cutlass.Constexpr, keys, at, first, column, factor, total: cute.Tensor, whole: cutlass.Constexpr):
+    """Both rows of :func:`quantize`. ``whole``: all rows of the half are inside."""
+    for r in cutlass.range_constexpr(2):
+        token = at.token + first + 8 * r
+        words = cute.make_rmem_tensor(spec.run // 4, Uint32)
+        for w in cutlass.range_constexpr(spec.run // 4):
+            values = [total[c + 2 * r + 4 * (2 * w + i)] * factor for i in range(2) for c in range(2)]
+            word = e4m3x4(*[nan_unless_finite(v) for v in values])
+            words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
+        if const_expr(whole):
+            store(words, keys, token, column, spec.run)
+        else:
+            if token < at.limit:
+                store(words, keys, token, column, spec.run)
 
 
 @cute.jit
@@ -407,8 +429,8 @@ def multiply(spec: cutlass.Constexpr, io, s, bars, mma):
                     piece(spec, s, bars, mma, b, sums[which], operands[k], at, at_phase, k)
                     at, at_phase = turn(at, at_phase, spec.pieces)
                 before = n - 1 if n > 0 else Int32(spec.column_tiles - 1)
-                where = Bundle(token=token, end=end, limit=limit, row=Int32(0), region=Int32(0))
-                quantize(spec, io, s, where, before, sums[1 - which], wg)
+                where = Bundle(token=token, end=end, limit=limit)
+                quantize(spec, io, s, where, before, sums[1 - which])
                 token, end, limit = next_token, next_end, next_limit
                 for k in cutlass.range_constexpr(early, spec.steps):
                     piece(spec, s, bars, mma, b, sums[which], operands[k], at, at_phase, k)
@@ -425,7 +447,7 @@ def multiply(spec: cutlass.Constexpr, io, s, bars, mma):
                 if n == spec.column_tiles:
                     n = Int32(0)
         cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
-    where = Bundle(token=token, end=end, limit=limit, row=Int32(0), region=Int32(0))
-    quantize(spec, io, s, where, n - 1 if n > 0 else Int32(spec.column_tiles - 1), sums[1], wg)
+    where = Bundle(token=token, end=end, limit=limit)
+    quantize(spec, io, s, where, n - 1 if n > 0 else Int32(spec.column_tiles - 1), sums[1])
     if wg == 0:
         pass_over(spec, bars, at, at_phase, peer)

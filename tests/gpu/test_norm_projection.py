@@ -69,7 +69,6 @@ def test_rows_that_are_not_bfloat16(shape, dtype):
     x, gain, w = operands(used + 50, used, contracted, columns, dtype=dtype)
     for row, bad in zip((40, 300, 700), (torch.nan, torch.inf, -torch.inf), strict=True):
         x[row, row % contracted] = bad
-    x[2, 0] = torch.finfo(dtype).max  # FP32: its square is infinite, the row is 0
     x = torch.cat([x, torch.full_like(x, torch.nan)], dim=1)[:, :contracted]
     assert dtype == torch.float16 or float((x[:used] == x[:used].bfloat16().float()).float().mean()) < 0.2
     for center in (True, False):
@@ -79,6 +78,17 @@ def test_rows_that_are_not_bfloat16(shape, dtype):
     x = x.to(torch.float8_e4m3fn).to(torch.bfloat16)  # in all three dtypes the same
     for one, other in zip(run(x, gain, w, offsets), run(x.to(dtype), gain, w, offsets), strict=True):
         assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_squares_past_fp32():
+    """A row whose sum of squares is infinite has ``rstd`` 0, as the definition in FP32 has it, and a row of zeros less the mean."""
+    offsets, exponent = offsets_of([70]), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    x, gain, w = operands(70, 70, 64, 64, "random", torch.float32)
+    x[40, 3] = torch.finfo(torch.float32).max
+    got = norm_projection(x, gain, w, EPS, offsets, 64, exponent, 64, exponent)
+    want = rmsnorm_project(x, gain, w, exponent, EPS, offsets, width=64, product_width=64, exponent=exponent, backend="reference")
+    assert float(got.rstd[40]) == float(want.norm.rstd[40]) == 0.0 and bool((got.rstd[:40] > 0).all())
+    assert float((got.codes[40] != want.norm.xn.codes[40]).float().mean()) <= APART
 
 
 @pytest.mark.parametrize("contracted", [128, 384])
