@@ -37,7 +37,6 @@ PUBLISHED = {
     "published, FP32 dQ": (18.84, 26.55, 27.68, 28.02, 27.69, 25.15),
     "published, FP16 dQ": (18.84, 26.55, 25.65, 26.02, 25.66, 25.15),
 }
-PARAMETERS = ROWS[2:]
 
 
 @dataclass(frozen=True)

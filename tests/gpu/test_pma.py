@@ -11,7 +11,7 @@ from lp_fa4.compile import compile_count
 from modules import PMA, Numerics
 from tests.fused_ops.common import db
 from tests.gpu.problems import DEVICE, offsets_of, poison
-from tests.modules.common import exact, make, run, weights_of
+from tests.modules.common import exact, make, run
 
 pytestmark = pytest.mark.gpu
 
@@ -33,11 +33,6 @@ def events(lengths, dim, extra=0, dtype=torch.bfloat16, seed=0):
 def on_device(module: PMA) -> PMA:
     """The same parameters on the device."""
     return copy.deepcopy(module).to(DEVICE)
-
-
-def grad_of(out):
-    """The output gradient of ``tests.modules.common``, on the device."""
-    return weights_of(out.cpu()).to(DEVICE)
 
 
 def gpu_run(module, x, offsets):
