@@ -97,6 +97,9 @@ def mx_attention_backward(
 ) -> Gradients:
     """Gradients of ``sum(dout * out)`` (and ``sum(dlse * lse)``) for the call that gave ``result``; the other arguments as there.
 
+    ``dout``: like the output. ``dlse``: fp32 like the LSE, or None. ``needs``: whether q, k and v want theirs; the others' are 0.
+    ``deterministic``: bits that repeat, at the price of more dQ buffers where queries are shared.
+
     Returns: :class:`Gradients`: ``dq`` fp32 like q (summed over sequences if shared), ``dk`` and ``dv`` MXFP8 with sequence-local groups or
     bf16 by ``config.grad_format``, and ``dv_mean``, the part of dV that is the same for every key of a sequence, or None.
     """
@@ -177,6 +180,8 @@ def flash_attn_func(
     Args:
         q: ``[B, Sq, H, D]``; k, v: ``[B, Sk, Hkv, D]``, H a multiple of Hkv. float32, float16 or bfloat16, each its own; any strides. D: a
             multiple of 32 up to 256. Causal masks are aligned at the ends of queries and keys.
+        softmax_scale: default ``1 / sqrt(D)``. deterministic: gradients that repeat bit for bit, as under
+            ``torch.use_deterministic_algorithms(True)``; the output always does.
         dropout_p, window_size, softcap, alibi_slopes: only the defaults are served (and ``window_size=(-1, 0)``, which is causal).
         return_attn_probs: also return the LSE, fp32 ``[B, H, Sq]`` (differentiable), and an empty tensor (flash_attn fills it under dropout
             only).
@@ -184,6 +189,9 @@ def flash_attn_func(
             :data:`lp_fa4.config.DROP_IN_WITH_LSE` with return_attn_probs.
 
     Returns: ``[B, Sq, H, D]`` in q's dtype (rounded through bfloat16). Gradients in each operand's dtype. Rows that see no key are 0.
+
+    Raises: ``NotImplementedError`` for what flash_attn has and this does not, ``ValueError`` or ``TypeError`` for the rest, naming the
+    argument, its value and what is allowed.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -248,6 +256,8 @@ def flash_attn_varlen_func(
         validate: also check the values of the offsets (reads them on the host).
 
     Returns: ``[N, H, D]`` in q's dtype; with return_attn_probs also the LSE, fp32 ``[H, N]``, and an empty tensor.
+
+    Raises: as :func:`flash_attn_func`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
