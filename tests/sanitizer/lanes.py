@@ -16,7 +16,10 @@ from unittest import mock
 FORWARD_READS = ("forward_consumer.py first_tile", "forward_consumer.py mask_tile", "forward_epilogue.py row_numbers")
 HARMLESS = {
     ("backward_main BackwardMain", "backward_compute.py probabilities", "backward_compute.py step"): "Q^T, which products read",
-    ("kernel NormProjection", "sm90_epilogue.py finish", "roles.py free_piece"): "pieces of the weight, which products read",
+    **{
+        ("kernel NormProjection", f"roles.py {access}", "roles.py free_piece"): "pieces of the weight, which products read"
+        for access in ("multiply", "quantize")
+    },
     **{
         ("forward_kernel Forward", access, f"forward_consumer.py {arrival}"): "V, which products read"
         for access in FORWARD_READS
