@@ -139,9 +139,9 @@ def table(record: dict[str, Any]) -> str:
 
     def cell(case: str, tool: str) -> str:
         found = runs.get((case, tool), [])
-        operations = {r["operation"] for r in found if "operation" in r}
-        missing = operations and not operations >= {title(operation) for operation in CASES[case]}
-        if not found or missing or any(r["exit"] or r["unexplained"] is None for r in found):
+        operations = {r.get("operation") for r in found}
+        missing = None not in operations and not operations >= {title(operation) for operation in CASES[case]}
+        if missing or any(r["exit"] or r["unexplained"] is None for r in found):
             return "-"
         said = [p for r in found for p in [*r.get("pairs", []), *r.get("others", []), *r.get("lanes", [])]]
         known = {(p["kernel"], str(p.get("functions", p.get("place", p.get("access"))))) for p in said if p["explained"]}

@@ -61,8 +61,8 @@ def test_a_case_by_its_operations():
     assert merge([{**record, "runs": [run, *apart]}])["runs"] == [{**one, "unexplained": 0} for one in apart]
     assert merge([{**record, "runs": [*apart, run]}])["runs"] == [{**run, "unexplained": 0}]
     assert len({title(operation) for operations in CASES.values() for operation in operations}) == sum(map(len, CASES.values()))
-    for runs, cell in ((apart, "0"), (apart[:1], "-")):
-        assert f"| few queries | {cell} |" in table(merge([{**record, "runs": runs}]))
+    for runs, cell in ((apart, "0"), (apart[:1], "-"), ([run, apart[0]], "0"), ([], "-")):
+        assert f"| few queries | {cell} |" in table({"runs": merge([{**record, "runs": runs}])["runs"]})
 
 
 def test_explanations_are_of_code_that_exists():
