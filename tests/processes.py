@@ -1,7 +1,10 @@
 """Child processes of tests: this repository first on their path, and whatever path this process was started with."""
 
+import json
 import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -10,3 +13,10 @@ def environment(**more: str) -> dict[str, str]:
     """Variables of a child process; one BLAS thread, and ``more``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def answer(process: subprocess.Popen, seconds: float = 280) -> Any:
+    """The last line that a child printed, as JSON; its exit status must be 0."""
+    text, _ = process.communicate(timeout=seconds)
+    assert process.returncode == 0
+    return json.loads(text.splitlines()[-1])

@@ -1,13 +1,12 @@
 """Several processes that compile into one cache folder, with other head dimensions and the same, one after another and at once."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.processes import ROOT, answer, environment
 
 PROGRAM = """
 import json, sys, torch
@@ -33,17 +32,10 @@ def start(dim: int, folder: Path) -> subprocess.Popen:
     )
 
 
-def result(process: subprocess.Popen) -> list[int]:
-    """What it printed; its exit status must be 0."""
-    text, _ = process.communicate(timeout=280)
-    assert process.returncode == 0
-    return json.loads(text.splitlines()[-1])
-
-
 @pytest.mark.gpu
 def test_one_cache_folder_for_many_processes(tmp_path):
     """Head dimensions 64 and 128 into an empty folder; then four at once, two of each, find what is there: the same bits."""
-    first = {dim: result(start(dim, tmp_path)) for dim in (64, 128)}
+    first = {dim: answer(start(dim, tmp_path)) for dim in (64, 128)}
     together = [(dim, start(dim, tmp_path)) for dim in (64, 128, 64, 128)]
     for dim, process in together:
-        assert result(process) == first[dim]
+        assert answer(process) == first[dim]

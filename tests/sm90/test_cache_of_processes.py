@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.processes import ROOT, answer, environment
 
 pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
 
@@ -30,17 +30,11 @@ def start(key: list, folder: Path, place: Path) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment(**caches), cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def result(process: subprocess.Popen) -> str:
-    text, _ = process.communicate(timeout=280)
-    assert process.returncode == 0
-    return json.loads(text.splitlines()[-1])
-
-
 def test_one_cache_folder_for_many_processes(tmp_path):
     """Two keys one after the other, then both twice at once: the same code for the same key, other code for the other."""
     keys, cache = (["int32", 0], ["int64", 1]), tmp_path / "cache"
     cache.mkdir()
-    first = [result(start(key, cache, tmp_path / f"first{i}")) for i, key in enumerate(keys)]
+    first = [answer(start(key, cache, tmp_path / f"first{i}")) for i, key in enumerate(keys)]
     assert first[0] != first[1]
     together = [start(keys[i % 2], cache, tmp_path / f"again{i}") for i in range(4)]
-    assert [result(p) for p in together] == first * 2
+    assert [answer(p) for p in together] == first * 2
