@@ -62,6 +62,7 @@ class ForwardSpec:
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
         stages: K and V^T tiles in flight.
         retries: whole tiles go unseen and are done again where a P is too large; otherwise their maxima come first (``forward_softmax``).
+        tied: of so many runs of 16 keys one has its exponentials held back, by ``lag``.
         lag: groups of four exponentials that may be under way at once; 0 leaves their order to ptxas.
         registers: of a consumer and of a producer thread.
     """
@@ -83,6 +84,7 @@ class ForwardSpec:
     stages: int = 3
     retries: bool = True
     lag: int = 4
+    tied: int = 2
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self) -> None:

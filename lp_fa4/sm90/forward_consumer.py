@@ -13,11 +13,12 @@ sequence's end or the causal diagonal cuts come last and have a loop of their ow
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import exp2, scale_of_byte
+from lp_fa4.sm90.backward_ops import low_half, product
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import finish, finish_split, row_numbers
 from lp_fa4.sm90.forward_producer import key_tiles
@@ -35,6 +36,8 @@ from lp_fa4.sm90.forward_softmax import (
 from lp_fa4.sm90.worklist import FIELDS
 
 TURN = 2  # first of two named barriers
+K_FULL, K_EMPTY, V_FULL, V_EMPTY = range(4)
+"""A stage's barriers: in this order, all stages of one behind one another (``forward_kernel``)."""
 
 
 @cute.jit
@@ -183,29 +186,46 @@ def retry(spec: cutlass.Constexpr, scores, codes, state, scale):
 
 
 @cute.jit
+def next_place(spec: cutlass.Constexpr, ring):
+    """The ring's next place: (stage, phase, lower half of the descriptor of the stage's K, address of its first barrier).
+
+    V lies behind K, by a constant. All of it is carried along: made from the stage at every use, descriptors and addresses are twenty
+    instructions, a chain of eight of them between the turn and the first product.
+    """
+    stage, phase, low, place = ring
+    last = stage == spec.stages - 1
+    step = Int32(1 - spec.stages) if last else Int32(1)
+    flip = Int32(1) if last else Int32(0)
+    return stage + step, phase ^ flip, low + step * (KEY_TILE * spec.head_dim // 16), place + 8 * step
+
+
+def barrier_at(spec, place, which: int):
+    """One of the barriers of the stage whose first is at ``place``."""
+    return cute.make_ptr(Int64, place + 8 * spec.stages * which, cute.AddressSpace.smem, assumed_align=8)
+
+
+@cute.jit
 def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlass.Constexpr):
     """One turn of the loop: scores and softmax of ``tile`` beside P V of the tile before. Returns the ring's place.
 
-    ``work``: (key limits of the rows, query factor, stage of the item). ``whole``: no mask can cut the tile.
+    ``work``: (key limits of the rows, query factor, stage of the item, its Q's descriptor). ``whole``: no mask can cut the tile.
     """
-    s, bars, mma, state = c.s, c.bars, c.mma, c.state
-    limits, factor, qi = work
-    ki, kp = ring
-    vi, vp = ki, kp
-    ki = ki + 1
-    if ki == spec.stages:
-        ki, kp = Int32(0), kp ^ 1
+    s, mma, state, d = c.s, c.mma, c.state, spec.head_dim
+    limits, factor, qi, q_low = work
+    _, before_phase, before_low, before = ring
+    ki, kp, k_low, place = ring = next_place(spec, ring)
     # wgmma's accumulators are in/out operands: made anew, so that they are not live through the back edge
     scores = cute.make_rmem_tensor(c.score_shape, Float32)
     partial = cute.make_rmem_tensor(c.out_shape, Float32)
-    cute.arch.mbarrier_wait(bars.k_full + ki, kp)
+    first = (None, None, None, 0)
+    cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), kp)
     cute.arch.barrier(barrier_id=TURN + c.wg, number_of_threads=256)
-    issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
-    cute.arch.mbarrier_wait(bars.v_full + vi, vp)
-    issue(mma.pv, partial, c.p, c.v[None, None, None, vi])
+    product(mma.qk, scores, c.q[first], c.k[first], True, k_low, d, q_low, d)
+    cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before_phase)
+    product(mma.pv, partial, c.p, c.v[first], True, before_low + s.k_bytes // 16, KEY_TILE)
     scale, exponents, exponent = factors_of(spec, factor, s.exponents, ki)
     warpgroup.wait_group(1)
-    release(bars.k_empty + ki, spec.scaled)
+    release(barrier_at(spec, place, K_EMPTY), spec.scaled)
     factors = cute.make_rmem_tensor(2, Float32)
     take_factors(spec, state, factors)
     state.exponents[1] = exponent
@@ -219,7 +239,7 @@ def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlas
         prepare(spec, scores, state, scale)
     warpgroup.wait_group(0)
     cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
-    release(bars.v_empty + vi)
+    release(barrier_at(spec, before, V_EMPTY))
     after = (partial[0], c.t.zero)
     if const_expr(not looks):
         add_partial(spec, c.total, partial, factors)
@@ -240,7 +260,7 @@ def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlas
         if cute.arch.vote_any_sync(over_range(state)):
             retry(spec, scores, c.codes, state, scale)
     take_tile(spec, state)
-    return ki, kp
+    return ring
 
 
 @cute.jit
@@ -274,9 +294,11 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         out_shape=out_shape,
     )
     items = s.item
+    q_first = low_half(Int32(s.q_at.toint())) + wg * (64 * spec.head_dim // 16)
     if wg == 0:
         cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
     qi, qp, ki, kp = Int32(0), Int32(0), Int32(0), Int32(0)
+    low, place = low_half(Int32(s.k_at.toint())), Int32(bars.k_full.toint())
     cute.arch.mbarrier_wait(bars.q_full + qi, qp)
     sequence = items[0, qi]
     while sequence >= 0:
@@ -295,9 +317,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
                 start_state(spec, scores, c.state, scale, exponents, item[6])
                 cute.arch.mbarrier_wait(bars.v_full + ki, kp)
                 release(bars.v_empty + ki)
-                ki = ki + 1
-                if ki == spec.stages:
-                    ki, kp = Int32(0), kp ^ 1
+                ki, kp, low, place = next_place(spec, (ki, kp, low, place))
         cute.arch.mbarrier_wait(bars.k_full + ki, kp)
         scores = cute.make_rmem_tensor(score_shape, Float32)
         issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
@@ -305,13 +325,13 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         warpgroup.wait_group(0)
         release(bars.k_empty + ki, spec.scaled)
         first_tile(spec, c, scores, tile_factors, item, first, limits)
-        work = (limits, factor, qi)
+        work = (limits, factor, qi, q_first + qi * (QUERY_TILE * spec.head_dim // 16))
         end = first + tiles
         whole = cutlass.max(cutlass.min(end, lowest // KEY_TILE), first + 1)
         for tile in cutlass.range(first + 1, whole, unroll=1):
-            ki, kp = next_tile(spec, c, tile, work, (ki, kp), True)
+            ki, kp, low, place = next_tile(spec, c, tile, work, (ki, kp, low, place), True)
         for tile in cutlass.range(whole, end, unroll=1):
-            ki, kp = next_tile(spec, c, tile, work, (ki, kp), False)
+            ki, kp, low, place = next_tile(spec, c, tile, work, (ki, kp, low, place), False)
         cute.arch.mbarrier_wait(bars.v_full + ki, kp)
         partial = cute.make_rmem_tensor(out_shape, Float32)
         issue(mma.pv, partial, c.p, c.v[None, None, None, ki])
@@ -320,9 +340,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
             numbers = row_numbers(spec, c.state, item)
         warpgroup.wait_group(0)
         release(bars.v_empty + ki)
-        ki = ki + 1
-        if ki == spec.stages:
-            ki, kp = Int32(0), kp ^ 1
+        ki, kp, low, place = next_place(spec, (ki, kp, low, place))
         factors = cute.make_rmem_tensor(2, Float32)
         take_factors(spec, c.state, factors)
         add_partial(spec, total, partial, factors)

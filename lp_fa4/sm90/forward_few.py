@@ -128,7 +128,7 @@ class FewQueries:
             l_v,
             l_w,
             l_p,
-        ).launch(grid=[slots * kv_heads, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        ).launch(grid=[slots * kv_heads, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -189,16 +189,17 @@ class FewQueries:
         if tid == 0:
             for atom in (k_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
+            cute.arch.mbarrier_init(bars, 1)
+            cute.arch.mbarrier_init(bars + 1, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()  # what came before on the stream is over from here on
+        cute.arch.griddepcontrol_launch_dependents()  # behind it: the merge reads what earlier launches left before it waits
         b = find_sequence(offsets, batch, slot, KEYS)
         first_key = Int32(offsets[b])
         keys = Int32(offsets[b + 1]) - first_key
         start = KEYS * (slot - (first_key // KEYS + b))
         if (start == 0) | (start < keys):
-            if tid == 0:
-                cute.arch.mbarrier_init(bars, 1)
-                cute.arch.mbarrier_init(bars + 1, 1)
-                cute.arch.mbarrier_init_fence()
-            cute.arch.sync_threads()
             if tid < 32:
                 self.load(k_atom, t_k, s_k, v_atom, t_v, s_w, bars, kv_head, first_key, keys, start, b)
             self.load_queries(q, q_scale, k_scale, q_base, factors, b, kv_head, queries, scale_log2)

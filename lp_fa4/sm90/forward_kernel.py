@@ -169,7 +169,7 @@ class Forward:
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         base = storage.barriers.data_ptr()
-        bars = Bundle(
+        bars = Bundle(  # the consumers count on the order from ``k_full`` to ``v_empty``
             q_full=base,
             q_empty=base + 2,
             k_full=base + 4,
@@ -203,6 +203,9 @@ class Forward:
             valid=storage.valid.get_tensor(cute.make_layout(PLAIN_TILES)),
             o=storage.o.get_tensor(l_o.outer, swizzle=l_o.inner),
             item=storage.item.get_tensor(cute.make_layout((ITEM, 2))),
+            q_at=storage.q.data_ptr(),
+            k_at=storage.k.data_ptr(),
+            k_bytes=cute.cosize(l_k),
             exponents=storage.exponents.get_tensor(cute.make_layout((8, stages))),
             vectors=storage.vectors.get_tensor(cute.make_layout((d, max(spec.vectors, 1), 2))),
         )

@@ -61,7 +61,7 @@ class Merge:
         heads, queries = Int32(parts.shape[1]), Int32(parts.shape[2])
         rows = (Int32(offsets.shape[0]) - 1) * heads * queries
         self.kernel(offsets, parts, stats, v_sum, v_mean, out, centred, lse, maximum, total, heads, queries).launch(
-            grid=[rows, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+            grid=[rows, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -94,17 +94,26 @@ class Merge:
         keys = Int32(offsets[b + 1]) - first_key
         slot = first_key // spec.split_keys + b
         splits = cutlass.max(cute.ceil_div(keys, spec.split_keys), 1)
+        sums, mean = Float32(0.0), Float32(0.0)
+        if tid < spec.head_dim:
+            if const_expr(spec.centred):
+                sums = v_sum[b, head // spec.group, tid]
+            if const_expr(spec.mean):
+                mean = v_mean[b, head // spec.group, tid]
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        first = stats[3, slot, head, row] if const_expr(spec.centred) else Float32(0.0)
         # a warp's splits in chunks, all loads of a chunk at once; sums relative to the largest reference so far
         reference, highest, value = Float32(-1.0e30), -Float32.inf, Float32(0.0)
         values = cute.make_rmem_tensor(width, Float32)
         values.fill(0.0)
         for begin in cutlass.range(warp, splits, CHUNK * WARPS, unroll=1):
             columns = cute.make_rmem_tensor((width, CHUNK), Float32)
-            sums, references, maxima = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(3))
+            totals, references, maxima = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(3))
             for j in cutlass.range_constexpr(CHUNK):
                 i = slot + cutlass.min(begin + j * WARPS, splits - 1)
                 load_columns(parts, (i, head, row, width * lane), columns[None, j])
-                sums[j], references[j], maxima[j] = stats[0, i, head, row], stats[1, i, head, row], stats[2, i, head, row]
+                totals[j], references[j], maxima[j] = stats[0, i, head, row], stats[1, i, head, row], stats[2, i, head, row]
             top = reference
             for j in cutlass.range_constexpr(CHUNK):
                 top = cute.arch.fmax(top, references[j])
@@ -117,7 +126,7 @@ class Merge:
                 weight = exp2(references[j] - top)
                 if begin + j * WARPS >= splits:
                     weight = Float32(0.0)
-                value = value + sums[j] * weight
+                value = value + totals[j] * weight
                 for c in cutlass.range_constexpr(width):
                     values[c] = values[c] + columns[c, j] * weight
         for c in cutlass.range_constexpr(width):
@@ -136,19 +145,19 @@ class Merge:
         inverse = Float32(0.0) if empty else cute.arch.rcp_approx(value)
         center = Float32(0.0)
         if const_expr(spec.centred):
-            center = exp2(stats[3, slot, head, row] - reference) if keys > 0 else Float32(0.0)
+            center = exp2(first - reference) if keys > 0 else Float32(0.0)
         out_row = b * queries + row
         if tid < spec.head_dim:
             o = Float32(0.0)
             for w in cutlass.range_constexpr(WARPS):
                 o = o + partial[tid, w] * weights[w]
             if const_expr(spec.centred):
-                o = o + center * v_sum[b, head // spec.group, tid]
+                o = o + center * sums
             o = o * inverse
             if const_expr(spec.outputs == 2):
                 centred[out_row, head, tid] = o.to(BFloat16)
             if const_expr(spec.mean):
-                o = o + (Float32(0.0) if empty else v_mean[b, head // spec.group, tid])
+                o = o + (Float32(0.0) if empty else mean)
             out[out_row, head, tid] = o.to(BFloat16)
         if tid == 0:
             exponent = log2(value) + (reference - highest)

@@ -219,7 +219,7 @@ def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after, ru
 
     ``after``: None, or (an FP32 to wait for, a run-time zero): left alone, ptxas may pull the exponentials above the wait for P V, and
     with them the moment when the other warpgroup gets its turn; or all of them in front of what uses them. So a group of four starts
-    behind the codes of the group ``lag`` before it (its first does; the rest follow).
+    behind the codes of the group ``lag`` before it (its first does; the rest follow), in every ``tied``-th run of 16 keys.
 
     Columns 2t, 2t+1, 8+2t, 9+2t of each 16 are bytes 4t .. 4t+3 of the A operand ("accumulator" order). ``runs``: of 16 keys.
     """
@@ -231,12 +231,12 @@ def exponentiate(spec: cutlass.Constexpr, scores, codes, state, scale, after, ru
     for q in cutlass.range_constexpr(runs):
         for r in cutlass.range_constexpr(2):
             a = 2 * r + 8 * q
-            if const_expr(spec.retries and after is not None and len(made) >= spec.lag > 0):
+            if const_expr(spec.retries and after is not None and len(made) >= spec.lag > 0 and q % spec.tied == 0):
                 offsets[r] = order_after(offsets[r], float_of(made[len(made) - spec.lag]), after[1])
             x = [scores[i] for i in (a, a + 1, a + 4, a + 5)]
             if const_expr(scale is not None):
                 x = [y * scale[q * len(scale) // 8] + offsets[r] for y in x]
-            if const_expr(not spec.retries and after is not None):
+            if const_expr(not spec.retries and after is not None and q % spec.tied == 0):
                 earlier = float_of(made[len(made) - spec.lag]) if len(made) >= spec.lag else after[0]
                 x[0] = order_after(x[0], earlier, after[1])
             p = [exp2(y) for y in x]
