@@ -45,6 +45,7 @@ _KERNELS: tuple[tuple[str, str], ...] = (
     # A part of the kernel's name and its stage; the first that matches counts.
     ("rmsnorm_quantize", "norm"),
     ("norm_projection", "projection"),  # one kernel for both
+    ("fused_opscoordinates", "projection"),
     ("gemm_norm_backward", "projection + norm backward"),
     ("gemm_quantize", "projection"),
     ("sm90forward", "attention forward"),

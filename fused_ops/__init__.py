@@ -5,6 +5,7 @@ shape checks and its ``torch.library`` operator. None of them is differentiable:
 forward and backward are made of (``modules.PMA``).
 """
 
+from fused_ops.coordinates.interface import balanced_coordinates
 from fused_ops.gemm_norm_backward.interface import GemmNormGradients, gemm_norm_backward
 from fused_ops.gemm_quantize.interface import gemm_quantize, gemm_quantize_scatter
 from fused_ops.gemm_quantize.weights import projection_weight
@@ -17,6 +18,7 @@ __all__ = [
     "CentredNorm",
     "GemmNormGradients",
     "NormProjection",
+    "balanced_coordinates",
     "gather_scales",
     "gemm_norm_backward",
     "gemm_quantize",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fused_ops import (
+    balanced_coordinates,
     gemm_norm_backward,
     gemm_quantize,
     head_quantize,
@@ -38,7 +39,7 @@ from lp_fa4.mx import MXTensor, quantize_mx, scale_rows
 from lp_fa4.operator import custom_op
 from lp_fa4.ops import finish_backward, run_backward, run_prepass
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from modules.coordinates import balanced, transform
+from modules.coordinates import transform
 from modules.numerics import Numerics
 from modules.queries import turn, turn_back
 
@@ -128,8 +129,8 @@ def pma_attention(
 
     Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out, row_max, row_sum; q codes and
     scale, q_mean and its scores; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
-    normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16; balanced
-    coordinates and their inverse, empty where they are plain.
+    normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16; the
+    matrices of balanced coordinates, of keys and of queries, empty where they are plain.
     """
     queries, heads, head_dim = q.shape
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
@@ -138,11 +139,13 @@ def pma_attention(
     one_kernel = name == "sm90" and _one_kernel(values, norm_weight, w_k, w_v, heads, numerics, opts)
     if one_kernel:
         opts = replace(opts, key_projection="bf16")
-    basis = inverse = None
+    for_keys = for_queries = None
+    turned, rotates = w_k, opts.rotates(head_dim)
     if opts.coordinates == "balanced":
-        basis, inverse = balanced(q, w_k, norm_weight)
-    projection = _projection(w_k if basis is None else transform(basis, w_k), norm_weight, heads, opts, opts.rotates(head_dim))
-    q = turn(q, opts, inverse)
+        for_keys, for_queries = balanced_coordinates(q, w_k, norm_weight, rotate=rotates)
+        turned, rotates = transform(for_keys, w_k), False
+    projection = _projection(turned, norm_weight, heads, opts, rotates)
+    q = turn(q, opts, for_queries)
 
     normed: Tensor | None = None
     mean = total = None
@@ -225,8 +228,8 @@ def pma_attention(
         _empty(values) if mean is None else mean,
         _empty(values) if total is None else total,
         _backward_weight(projection),
-        _empty(values) if basis is None else basis,
-        _empty(values) if inverse is None else inverse,
+        _empty(values) if for_keys is None else for_keys,
+        _empty(values) if for_queries is None else for_queries,
     )
 
 
@@ -417,10 +420,10 @@ def pma_weight_gradients(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of w_k and w_v in their dtypes, empty where ``needs`` says so. ``grads``: dk, its scale, dv, its scale, dv_mean; ``saved``:
-    codes and scale of xn, rstd, mean and total, the key projection, coordinates and their inverse. The last that reads xn, which may be
+    codes and scale of xn, rstd, mean and total, the key projection, matrices of coordinates. The last that reads xn, which may be
     freed before the events' gradient is allocated."""
     dk_codes, dk_scale, dv_codes, dv_scale, dv_mean = grads
-    xn_codes, xn_scale, rstd, mean, total, weight, basis, _ = saved
+    xn_codes, xn_scale, rstd, mean, total, weight, for_keys, _ = saved
     _, opts = _settle(values.device, w_k.shape[0] // heads, numerics, backend)
     block = opts.attention.grad_block
     xn = MXTensor.from_bytes(xn_codes, xn_scale, opts.block(w_k.shape[0] // heads), offsets)
@@ -429,10 +432,10 @@ def pma_weight_gradients(
         dk = _gradient(dk_codes, dk_scale, block, offsets)
         dw_k = gemm_norm_backward(dk, None, weight, values, norm_weight, rstd, xn, needs=(False, False, True)).dw_k
         assert dw_k is not None
-        if opts.rotates(w_k.shape[0] // heads):
+        if for_keys.numel():
+            dw_k = transform(for_keys.transpose(1, 2), dw_k)
+        elif opts.rotates(w_k.shape[0] // heads):
             dw_k = rotate_rows(dw_k, heads)
-        if basis.numel():
-            dw_k = transform(basis.transpose(1, 2), dw_k)
     if w_v is not None and needs[1]:
         # dV = dv + w_b and xn = xc + mean_b per sequence b; the columns of dv alone sum to 0 only where w was taken out of them.
         dv = _gradient(dv_codes, dv_scale, block, offsets)

@@ -25,17 +25,18 @@ class Numerics:
             the shift of K, the mean of V is added to the output, and what is left rounds finer. Needs ``attention.center_p``'s sums,
             which it provides.
         key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
-            ``"e4m3"``: E4M3 times E4M3. ``"auto"``: ``"bf16"`` on the reference, and on Hopper where one kernel norms and projects (BF16
-            events of up to 384 channels, heads of 128, no value projection); elsewhere on kernels ``"e4m3x2"``. Neither writes a BF16
+            ``"e4m3"``: E4M3 times E4M3. ``"auto"``: ``"bf16"`` on the reference, and on Hopper where one kernel norms and projects
+            (events of up to 384 channels, no value projection); elsewhere on kernels ``"e4m3x2"``. Neither writes a BF16
             row. The value projection, where there is one, follows it.
         query_projection: ``"fp32"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are FP32 products. (There are Q
             rows, once a step, whatever the batch.)
         hadamard: rotate each head of Wq and Wk by a Hadamard matrix, whose order, the head dimension, must be a power of two. None: where
             it is one. Folded into the weights it costs next to nothing; it changes nothing on independent channels and gives back 4 to 7 dB
             where four channels of a head are four times louder in queries and keys alike (``configs/numerics_outliers.yaml``).
-        coordinates: ``"plain"``, or ``"balanced"``: choose the coordinates of each head so that E4M3 loses least of a score
-            (``modules.coordinates``): 0.3 to 0.6 dB of the output and of every gradient on independent channels, for some products of
-            ``D x D`` matrices a step.
+        coordinates: ``"balanced"``: choose the coordinates of each head so that E4M3 loses least of a score
+            (``fused_ops.balanced_coordinates``): 0.3 to 0.6 dB of the output and of every gradient on independent channels, 2 to 7 dB where
+            the spectra of queries and keys fall in directions of their own. One small kernel and two products of weights a step.
+            ``"plain"``: those of the projections.
         q_smoothing: round ``q - mean(q)`` and add the mean's scores in FP32: helps where seeds are alike.
         scales: blocks of q, k and xn: ``"square"`` (32, 32); ``"token"`` (32, D); ``"static"`` (0, D), exponents of xn and k from the
             bounds that the weights give, no amax. ``"auto"``: what the backend multiplies fastest, static on Hopper, which has no
@@ -48,7 +49,7 @@ class Numerics:
     query_projection: str = "fp32"
     hadamard: bool | None = None
     align: bool | None = None
-    coordinates: str = "plain"
+    coordinates: str = "balanced"
     q_smoothing: bool = False
     scales: str = "auto"
     key: str = field(init=False, compare=False, repr=False, default="")
@@ -57,7 +58,7 @@ class Numerics:
         for name, allowed in (
             ("key_projection", _PROJECTIONS),
             ("query_projection", ("fp32", "e4m3")),
-            ("coordinates", ("plain", "balanced")),
+            ("coordinates", ("balanced", "plain")),
             ("scales", _SCALES),
         ):
             if getattr(self, name) not in allowed:
@@ -71,7 +72,13 @@ class Numerics:
     def post(cls, **changes: Any) -> "Numerics":
         """The conventional recipe: every operand of every product is E4M3 with one rounding, nothing is centred."""
         choices: dict[str, Any] = dict(
-            attention=AttentionConfig.post(), center=False, key_projection="e4m3", query_projection="e4m3", hadamard=False, align=False
+            attention=AttentionConfig.post(),
+            center=False,
+            key_projection="e4m3",
+            query_projection="e4m3",
+            hadamard=False,
+            align=False,
+            coordinates="plain",
         )
         return cls(**{**choices, **changes})
 

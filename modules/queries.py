@@ -38,15 +38,15 @@ def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, ep
     return q.unflatten(1, (heads, -1))
 
 
-def turn(q: Tensor, numerics: Numerics, inverse: Tensor | None = None) -> Tensor:
-    """``q [Q, H, D]`` in the coordinates that attention multiplies in: ``inverse [H, D, D]`` of the balanced ones, then the rotation."""
-    if inverse is not None:
-        q = transform_heads(q, inverse)
+def turn(q: Tensor, numerics: Numerics, matrices: Tensor | None = None) -> Tensor:
+    """``q [Q, H, D]`` in the coordinates that attention multiplies in: ``matrices [H, D, D]`` of balanced ones, the rotation otherwise."""
+    if matrices is not None:
+        return transform_heads(q, matrices.transpose(1, 2))
     return q @ rotation(q.shape[-1], q.device) if numerics.rotates(q.shape[-1]) else q
 
 
-def turn_back(dq: Tensor, numerics: Numerics, inverse: Tensor) -> Tensor:
-    """Gradient of :func:`turn`'s argument from that of its result, ``[Q, H, D]``; ``inverse``: empty where the coordinates are plain."""
-    if numerics.rotates(dq.shape[-1]):
-        dq = dq @ rotation(dq.shape[-1], dq.device)
-    return transform_heads(dq, inverse.transpose(1, 2)).contiguous() if inverse.numel() else dq
+def turn_back(dq: Tensor, numerics: Numerics, matrices: Tensor) -> Tensor:
+    """Gradient of :func:`turn`'s argument from that of its result, ``[Q, H, D]``; ``matrices``: empty where the coordinates are plain."""
+    if matrices.numel():
+        return transform_heads(dq, matrices).contiguous()
+    return dq @ rotation(dq.shape[-1], dq.device) if numerics.rotates(dq.shape[-1]) else dq

@@ -13,4 +13,4 @@ def head_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     exponent = encode_scale(x.abs().amax(dim=(0, 2))).to(torch.int32) - 127
     made = quantize_mx(x, (0, x.shape[2]), token_dim=0, exponent=exponent)
-    return made.codes, made.scale_bytes
+    return made.codes.contiguous(), made.scale_bytes

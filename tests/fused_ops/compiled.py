@@ -77,6 +77,9 @@ def main(arch: str, names: list[str]) -> None:
         from fused_ops.head_quantize.kernel import _compile_head_quantize
 
         variants["heads"] = lambda: _compile_head_quantize(arch, 128)
+        from fused_ops.coordinates.kernel import _compile_balanced_coordinates
+
+        variants["coordinates"] = lambda: _compile_balanced_coordinates(arch, 128, True, "bfloat16", "bfloat16")
         from fused_ops.gemm_quantize.weights import WeightSpec
         from fused_ops.gemm_quantize.weights_kernel import _compile_projection_bound, _compile_projection_weight
 

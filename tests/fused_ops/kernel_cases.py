@@ -19,7 +19,7 @@ from fused_ops.scale_layout.interface import sf_shape
 from fused_ops.scale_layout.kernel import gather_scales, scatter_scales
 from lp_fa4.mx import MXTensor, cast_e4m3, expand_scale, inverse_scale, quantize_mx
 from tests.conftest import offsets_of
-from tests.emulator.kernels import Case
+from tests.emulator.kernels import Case, close
 from tests.emulator.ours import host
 
 EPS = 1e-6
@@ -427,3 +427,48 @@ def weight(
         torch.testing.assert_close(mine, whole, rtol=2**-7, atol=float(whole.abs().max()) * 2**-18)
 
     return Case(f"projection_weight {heads}x{rows}x{columns} {form} {width} {rotate}", arch, None, call, verify)
+
+
+def coordinates(
+    arch: str,
+    rows: int,
+    heads: int,
+    width: int,
+    columns: int,
+    *,
+    rotate: bool = True,
+    dtype: str = "float32",
+    kind: str = "random",
+    apart: int = 0,
+    seed: int = 0,
+) -> Case:
+    """Balanced coordinates against the plain form, whose covariances have more digits, and against their own inverse; ``kind``: "lopsided",
+    "one channel", "overflow"; ``apart``: elements between rows of q."""
+    poison()
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, heads * width + apart, generator=generator)[:, : heads * width].unflatten(1, (heads, width))
+    w, gain = torch.randn(heads * width, columns, generator=generator), torch.rand(columns, generator=generator) + 0.5
+    if kind == "lopsided":
+        q[..., : width // 2] *= 4
+        w.unflatten(0, (heads, 2, -1))[:, 1] *= 4
+    elif kind == "one channel":
+        q[..., 1:] = 0
+        w *= 1e4
+    elif kind == "overflow":
+        q[1, 0, 3] = 1e30
+    w = w.to(getattr(torch, dtype))
+
+    def call():
+        from fused_ops.coordinates import kernel
+
+        with host(arch):
+            return kernel.balanced_coordinates(q, w, gain, rotate)
+
+    def verify(got) -> None:
+        from fused_ops.coordinates import reference
+
+        for name, mine, theirs in zip(("keys", "queries"), got, reference.balanced_coordinates(q, w, gain, rotate), strict=True):
+            close(name, mine, theirs, 2**-9)
+        close("inverse", got[0].transpose(1, 2) @ got[1], torch.eye(width).expand(heads, width, width), 2**-12)
+
+    return Case(f"balanced_coordinates {rows}x{heads}x{width}x{columns} {kind}", arch, None, call, verify)

@@ -80,6 +80,13 @@ HEADS = {
     "not finite, rows apart": dict(rows=33, heads=2, width=64, bad=True, apart=8),
 }
 
+COORDINATES = {
+    "two heads, columns past a chunk": dict(rows=70, heads=2, width=64, columns=160, dtype="bfloat16"),
+    "two chunks of rows apart, not rotated": dict(rows=200, heads=1, width=64, columns=96, rotate=False, kind="lopsided", apart=8),
+    "one channel": dict(rows=40, heads=2, width=32, columns=64, kind="one channel"),
+    "a covariance that overflows": dict(rows=33, heads=1, width=32, columns=32, kind="overflow"),
+}
+
 
 @pytest.fixture(scope="module", params=ARCHS)
 def worker(request):
@@ -123,6 +130,11 @@ def test_weight(worker, name):
 @pytest.mark.parametrize("name", HEADS)
 def test_heads(worker, name):
     check(worker, "head_rows", HEADS[name])
+
+
+@pytest.mark.parametrize("name", COORDINATES)
+def test_coordinates(worker, name):
+    check(worker, "coordinates", COORDINATES[name])
 
 
 def test_nothing_is_launched_for_nothing(worker):

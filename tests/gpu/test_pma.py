@@ -51,7 +51,7 @@ def flat(result):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("numerics", ["default", "post", "e4m3x2", "balanced"])
+@pytest.mark.parametrize("numerics", ["default", "post", "e4m3x2", "plain"])
 @pytest.mark.parametrize("value_proj", [False, True])
 def test_against_the_reference_on_the_cpu(shape, numerics, value_proj):
     """Error against FP64 at most twice that of the CPU reference with the same choices, plus a BF16 rounding."""
@@ -59,7 +59,7 @@ def test_against_the_reference_on_the_cpu(shape, numerics, value_proj):
         "default": Numerics(scales="static"),
         "post": Numerics.post(scales="static"),
         "e4m3x2": Numerics(scales="static", key_projection="e4m3x2"),
-        "balanced": Numerics(scales="static", key_projection="bf16", coordinates="balanced"),
+        "plain": Numerics(scales="static", key_projection="bf16", coordinates="plain"),
     }[numerics]
     module = make(numerics=choice, value_proj=value_proj, **SHAPES[shape])
     x, offsets = events(HOSTILE, module.dim, extra=70)
@@ -233,7 +233,8 @@ def test_compile_serves_every_batch(options, deterministic):
 
 
 def test_compiled_balanced_coordinates(deterministic):
-    module = on_device(make(numerics=Numerics(coordinates="balanced"), **SHAPES["D128"]))
+    module = on_device(make(**SHAPES["D128"]))
+    assert module.numerics.coordinates == "balanced"
     x, offsets = events(HOSTILE, module.dim)
     got = flat(gpu_run(torch.compile(module, fullgraph=True, dynamic=True), x, offsets))
     for name, value in flat(gpu_run(module, x, offsets)).items():

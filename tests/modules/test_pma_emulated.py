@@ -9,7 +9,11 @@ pytest.importorskip("cutlass", reason="the kernel stack is an optional dependenc
 pytestmark = pytest.mark.emulator
 
 NORM = ("rmsnorm_quantizevectors SampledMean", "rmsnorm_quantizestaged StagedNorm", "commonsequence_vectors SumTiles")
-WEIGHTS = ("gemm_quantizeweights_kernel ProjectionWeight", "gemm_quantizeweights_kernel Bound")
+WEIGHTS = (
+    "coordinateskernel BalancedCoordinates",
+    "gemm_quantizeweights_kernel ProjectionWeight",
+    "gemm_quantizeweights_kernel Bound",
+)
 BACK = ("gemm_norm_backwardweight_gradient WeightGradient", "gemm_norm_backwardinput_gradient InputGradient")
 BLACKWELL = (
     *NORM,

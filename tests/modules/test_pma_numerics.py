@@ -5,10 +5,11 @@ import importlib
 import pytest
 import torch
 
+from fused_ops import balanced_coordinates
 from fused_ops.hadamard import hadamard_matrix
 from lp_fa4.config import AttentionConfig
 from modules import Numerics
-from modules.coordinates import balanced, transform, transform_heads
+from modules.coordinates import transform
 from modules.mxfp8 import row_product
 from modules.queries import query_heads, turn, turn_back
 from tests.modules.common import DIM, HEADS, batch, exact, make, ratios, run
@@ -71,9 +72,9 @@ def lopsided(module):
 
 
 def test_balanced_coordinates_help_where_queries_and_keys_differ():
-    plain, turned = measured(lopsided), measured(lopsided, coordinates="balanced")
+    plain, turned = measured(lopsided, coordinates="plain"), measured(lopsided)
     assert all(turned[row] > plain[row] + 1 for row in ("out", "events", "query_proj.weight")), (plain, turned)
-    plain, turned = measured(), measured(coordinates="balanced")
+    plain, turned = measured(coordinates="plain"), measured()
     assert all(turned[row] > plain[row] - 0.3 for row in plain), (plain, turned)
 
 
@@ -90,14 +91,14 @@ def test_balanced_coordinates_change_no_score(prepare):
         elif prepare == "zero":
             module.query_proj.weight.zero_()
         q = query_heads(module.seed_embs, module.query_norm.weight, module.query_proj.weight, HEADS, module.eps, Numerics())
-        basis, inverse = balanced(q, module.key_proj.weight, module.kv_norm.weight)
+        for_keys, for_queries = balanced_coordinates(q, module.key_proj.weight, module.kv_norm.weight)
         one = torch.eye(DIM // HEADS)
-        assert (basis @ inverse - one).abs().max() < 2e-5 and basis.isfinite().all()
+        assert (for_keys.transpose(1, 2) @ for_queries - one).abs().max() < 2e-5 and for_keys.isfinite().all()
         rows = torch.randn(50, DIM)
-        keys, plain = rows @ transform(basis, module.key_proj.weight).t(), rows @ module.key_proj.weight.t()
-        back = turn_back(q, Numerics(), inverse)  # leaves an operator, of which a trace knows the strides
+        keys, plain = rows @ transform(for_keys, module.key_proj.weight).t(), rows @ module.key_proj.weight.t()
+        back = turn_back(q, Numerics(), for_queries)  # leaves an operator, of which a trace knows the strides
         assert back.is_contiguous() and back.shape == q.shape
-        got = torch.einsum("qhd,khd->hqk", transform_heads(q, inverse), keys.unflatten(1, (HEADS, -1)))
+        got = torch.einsum("qhd,khd->hqk", turn(q, Numerics(), for_queries), keys.unflatten(1, (HEADS, -1)))
         want = torch.einsum("qhd,khd->hqk", q, plain.unflatten(1, (HEADS, -1)))
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 

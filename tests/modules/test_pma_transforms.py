@@ -20,7 +20,7 @@ from tests.modules.common import DIM, HEADS, SEEDS, assert_identical, batch, exa
 KINDS = [dict(), dict(value_proj=True, numerics="post"), dict(precision="bf16", value_proj=True)]
 
 
-@pytest.mark.parametrize("numerics", [Numerics(), Numerics.post(), Numerics(scales="static", q_smoothing=True, coordinates="balanced")])
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics.post(), Numerics(scales="static", q_smoothing=True)])
 @pytest.mark.parametrize("value_proj", [False, True])
 @pytest.mark.parametrize("tokens", [196, 257])
 def test_operator(numerics, value_proj, tokens):
@@ -57,7 +57,7 @@ def test_compile_of_changing_totals(options):
     assert graphs[-1] <= 5
 
 
-@pytest.mark.parametrize("options", [dict(), dict(value_proj=True, numerics=Numerics(coordinates="balanced"))])
+@pytest.mark.parametrize("options", [dict(), dict(value_proj=True, numerics=Numerics(coordinates="plain"))])
 def test_hoppers_operators_trace_without_a_kernel(options, monkeypatch):
     """What a trace of the module on Hopper asks of shapes launches nothing: here there is no GPU, and data are fake."""
     monkeypatch.setattr(mxfp8, "_settle", lambda device, head_dim, key, backend, **_: ("sm90", Numerics.from_key(key).for_backend("sm90")))

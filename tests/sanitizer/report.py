@@ -21,7 +21,7 @@ def kernel_of(name: str) -> str:
     if not found:
         return "probe" if "Probe" in name else name[:80]
     module = found[1]
-    for folder in ("rmsnorm_quantize", "gemm_quantize", "gemm_norm_backward", "norm_projection"):
+    for folder in ("rmsnorm_quantize", "gemm_quantize", "gemm_norm_backward", "norm_projection", "coordinates"):
         module = module.removeprefix(folder)
     return f"{module} {found[2]}"
 
