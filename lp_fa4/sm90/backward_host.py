@@ -20,7 +20,7 @@ from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
-from lp_fa4.sm90.backward_layout import CHUNK, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec, PrepassSpec, rows_of
+from lp_fa4.sm90.backward_layout import CHUNK, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec, PrepassSpec, chunk_rows, rows_of
 from lp_fa4.sm90.forward_host import HEAD_DIMS, token_blocks
 
 SHARED_REPLICAS = 8
@@ -193,6 +193,7 @@ def prepare_backward(
         causal=p.causal,
         suffix=z.spec.suffix,
         align=config.align_do,
+        rows=chunk_rows(p.queries),
     )
     launch(
         compile_prepass(arch_of(p.device), prepass, dtype_name(z.offsets_k), dlse is not None),

@@ -107,7 +107,7 @@ class BackwardSpec:
 
 @dataclass(frozen=True)
 class PrepassSpec:
-    """Compile-time choices of the pre-pass: see ``backward_prepass``."""
+    """Compile-time choices of the pre-pass: see ``backward_prepass``. ``rows``: no chunk has more queries (:func:`chunk_rows`)."""
 
     head_dim: int
     shared: bool
@@ -125,6 +125,12 @@ class PrepassSpec:
     causal: bool = False
     suffix: bool = False
     align: bool = False
+    rows: int = CHUNK
+
+
+def chunk_rows(queries: int | None) -> int:
+    """Queries of a chunk for which the pre-pass keeps shared memory, where sequences have ``queries`` each (None: jagged): few sizes."""
+    return CHUNK if queries is None else min(CHUNK, max(256, 1 << (queries - 1).bit_length()))
 
 
 def rows_of(queries: int | None, total: int, batch: int, size: int) -> int:

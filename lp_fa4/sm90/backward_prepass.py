@@ -144,10 +144,10 @@ class Prepass:
         self.zero(dq)
         smem = cutlass.utils.SmemAllocator()
         rows = SimpleNamespace(
-            bytes=smem.allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16),
-            deltas=smem.allocate_tensor(Float32, cute.make_layout(CHUNK), byte_alignment=16),
-            inverses=smem.allocate_tensor(Float32, cute.make_layout(CHUNK), byte_alignment=16),
-            shares=smem.allocate_tensor(Float32, cute.make_layout(CHUNK if spec.suffix else 4), byte_alignment=16),
+            bytes=smem.allocate_tensor(Int32, cute.make_layout(spec.rows), byte_alignment=16),
+            deltas=smem.allocate_tensor(Float32, cute.make_layout(spec.rows), byte_alignment=16),
+            inverses=smem.allocate_tensor(Float32, cute.make_layout(spec.rows), byte_alignment=16),
+            shares=smem.allocate_tensor(Float32, cute.make_layout(spec.rows if spec.suffix else 4), byte_alignment=16),
         )
         column_sums = smem.allocate_tensor(
             Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
