@@ -133,6 +133,7 @@ class BalancedCoordinates:
         for turn in cutlass.range(3, unroll=1):
             place = at.base + turn % 2 * (3 * at.tile)  # E's, then its square's: everybody has read them
             self.put(power, place, at)
+            cute.arch.sync_warp()  # before a lane overwrites what the warp's others have read
             self.put(x, own, at)
             cute.arch.sync_threads()
             self.multiply(x, own, place, at)
