@@ -186,44 +186,46 @@ def retry(spec: cutlass.Constexpr, scores, codes, state, scale):
 
 
 @cute.jit
-def next_place(spec: cutlass.Constexpr, ring):
-    """The ring's next place: (stage, phase, lower half of the descriptor of the stage's K, address of its first barrier).
+def next_place(spec: cutlass.Constexpr, place):
+    """The ring's place behind ``place``: (stage, phase, lower half of the descriptor of the stage's K, address of its first barrier).
 
     V lies behind K, by a constant. All of it is carried along: made from the stage at every use, descriptors and addresses are twenty
     instructions, a chain of eight of them between the turn and the first product.
     """
-    stage, phase, low, place = ring
+    stage, phase, low, barriers = place
     last = stage == spec.stages - 1
     step = Int32(1 - spec.stages) if last else Int32(1)
     flip = Int32(1) if last else Int32(0)
-    return stage + step, phase ^ flip, low + step * (KEY_TILE * spec.head_dim // 16), place + 8 * step
+    return stage + step, phase ^ flip, low + step * (KEY_TILE * spec.head_dim // 16), barriers + 8 * step
 
 
 def barrier_at(spec, place, which: int):
-    """One of the barriers of the stage whose first is at ``place``."""
-    return cute.make_ptr(Int64, place + 8 * spec.stages * which, cute.AddressSpace.smem, assumed_align=8)
+    """One of a stage's barriers."""
+    return cute.make_ptr(Int64, place[3] + 8 * spec.stages * which, cute.AddressSpace.smem, assumed_align=8)
 
 
 @cute.jit
 def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlass.Constexpr):
-    """One turn of the loop: scores and softmax of ``tile`` beside P V of the tile before. Returns the ring's place.
+    """One turn of the loop: scores and softmax of ``tile`` beside P V of the tile before. Returns the next turn's ``ring``: (place of its
+    K, place of its V, whether that K was seen to be there: looked at under the exponentials, the barrier's latency is hidden).
 
     ``work``: (key limits of the rows, query factor, stage of the item, its Q's descriptor). ``whole``: no mask can cut the tile.
     """
     s, mma, state, d = c.s, c.mma, c.state, spec.head_dim
     limits, factor, qi, q_low = work
-    _, before_phase, before_low, before = ring
-    ki, kp, k_low, place = ring = next_place(spec, ring)
+    place, before, ready = ring
+    following = next_place(spec, place)
     # wgmma's accumulators are in/out operands: made anew, so that they are not live through the back edge
     scores = cute.make_rmem_tensor(c.score_shape, Float32)
     partial = cute.make_rmem_tensor(c.out_shape, Float32)
     first = (None, None, None, 0)
-    cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), kp)
+    if not ready:
+        cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
     cute.arch.barrier(barrier_id=TURN + c.wg, number_of_threads=256)
-    product(mma.qk, scores, c.q[first], c.k[first], True, k_low, d, q_low, d)
-    cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before_phase)
-    product(mma.pv, partial, c.p, c.v[first], True, before_low + s.k_bytes // 16, KEY_TILE)
-    scale, exponents, exponent = factors_of(spec, factor, s.exponents, ki)
+    product(mma.qk, scores, c.q[first], c.k[first], True, place[2], d, q_low, d)
+    cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before[1])
+    product(mma.pv, partial, c.p, c.v[first], True, before[2] + s.k_bytes // 16, KEY_TILE)
+    scale, exponents, exponent = factors_of(spec, factor, s.exponents, place[0])
     warpgroup.wait_group(1)
     release(barrier_at(spec, place, K_EMPTY), spec.scaled)
     factors = cute.make_rmem_tensor(2, Float32)
@@ -240,6 +242,7 @@ def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlas
     warpgroup.wait_group(0)
     cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
     release(barrier_at(spec, before, V_EMPTY))
+    ready = cute.arch.mbarrier_test_wait(barrier_at(spec, following, K_FULL), following[1])
     after = (partial[0], c.t.zero)
     if const_expr(not looks):
         add_partial(spec, c.total, partial, factors)
@@ -260,7 +263,7 @@ def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlas
         if cute.arch.vote_any_sync(over_range(state)):
             retry(spec, scores, c.codes, state, scale)
     take_tile(spec, state)
-    return ring
+    return following, place, ready
 
 
 @cute.jit
@@ -297,8 +300,8 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
     q_first = low_half(Int32(s.q_at.toint())) + wg * (64 * spec.head_dim // 16)
     if wg == 0:
         cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-    qi, qp, ki, kp = Int32(0), Int32(0), Int32(0), Int32(0)
-    low, place = low_half(Int32(s.k_at.toint())), Int32(bars.k_full.toint())
+    qi, qp = Int32(0), Int32(0)
+    place = (Int32(0), Int32(0), low_half(Int32(s.k_at.toint())), Int32(bars.k_full.toint()))
     cute.arch.mbarrier_wait(bars.q_full + qi, qp)
     sequence = items[0, qi]
     while sequence >= 0:
@@ -308,39 +311,40 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         total.fill(0.0)
         if const_expr(spec.resumes):  # noqa: SIM102
             if item[7] > 0:
-                cute.arch.mbarrier_wait(bars.k_full + ki, kp)
+                cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
                 scores = cute.make_rmem_tensor(score_shape, Float32)
-                issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
-                scale, exponents, _ = factors_of(spec, factor, s.exponents, ki)
+                issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
+                scale, exponents, _ = factors_of(spec, factor, s.exponents, place[0])
                 warpgroup.wait_group(0)
-                release(bars.k_empty + ki, spec.scaled)
+                release(barrier_at(spec, place, K_EMPTY), spec.scaled)
                 start_state(spec, scores, c.state, scale, exponents, item[6])
-                cute.arch.mbarrier_wait(bars.v_full + ki, kp)
-                release(bars.v_empty + ki)
-                ki, kp, low, place = next_place(spec, (ki, kp, low, place))
-        cute.arch.mbarrier_wait(bars.k_full + ki, kp)
+                cute.arch.mbarrier_wait(barrier_at(spec, place, V_FULL), place[1])
+                release(barrier_at(spec, place, V_EMPTY))
+                place = next_place(spec, place)
+        cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
         scores = cute.make_rmem_tensor(score_shape, Float32)
-        issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, ki])
-        tile_factors = factors_of(spec, factor, s.exponents, ki)
+        issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
+        tile_factors = factors_of(spec, factor, s.exponents, place[0])
         warpgroup.wait_group(0)
-        release(bars.k_empty + ki, spec.scaled)
+        release(barrier_at(spec, place, K_EMPTY), spec.scaled)
         first_tile(spec, c, scores, tile_factors, item, first, limits)
+        ring = (next_place(spec, place), place, Boolean(False))
         work = (limits, factor, qi, q_first + qi * (QUERY_TILE * spec.head_dim // 16))
         end = first + tiles
         whole = cutlass.max(cutlass.min(end, lowest // KEY_TILE), first + 1)
         for tile in cutlass.range(first + 1, whole, unroll=1):
-            ki, kp, low, place = next_tile(spec, c, tile, work, (ki, kp, low, place), True)
+            ring = next_tile(spec, c, tile, work, ring, True)
         for tile in cutlass.range(whole, end, unroll=1):
-            ki, kp, low, place = next_tile(spec, c, tile, work, (ki, kp, low, place), False)
-        cute.arch.mbarrier_wait(bars.v_full + ki, kp)
+            ring = next_tile(spec, c, tile, work, ring, False)
+        place, before, _ = ring
+        cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before[1])
         partial = cute.make_rmem_tensor(out_shape, Float32)
-        issue(mma.pv, partial, c.p, c.v[None, None, None, ki])
+        issue(mma.pv, partial, c.p, c.v[None, None, None, before[0]])
         numbers = None
         if const_expr(spec.split_keys == 0):
             numbers = row_numbers(spec, c.state, item)
         warpgroup.wait_group(0)
-        release(bars.v_empty + ki)
-        ki, kp, low, place = next_place(spec, (ki, kp, low, place))
+        release(barrier_at(spec, before, V_EMPTY))
         factors = cute.make_rmem_tensor(2, Float32)
         take_factors(spec, c.state, factors)
         add_partial(spec, total, partial, factors)

@@ -145,7 +145,6 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
         threshold=problem.config.rescale_threshold,
         retries=problem.causal or (value != 128 and not problem.shared_q),  # as measured, and so is the lag:
         # with another value ptxas puts most of the exponentials before the hand-over of the turn
-        tied=1 if problem.causal or problem.head_dim == 64 else 2,
         lag=4 if value != 128 else 3 if problem.head_dim == 128 and not problem.causal else 6,
     )
 
