@@ -87,7 +87,7 @@ class BackwardSpec:
     @property
     def follows(self) -> bool:
         """Warps take over the smallest scale of dS in their warpgroup: a gain in long loops only, and not where it would spill."""
-        return self.long and self.group == 1 and not self.cluster and not self.tiles
+        return self.long and not self.cluster and (self.group == 1 or self.tiles or self.causal)
 
     @property
     def tile_bytes(self) -> int:
