@@ -31,7 +31,7 @@ class Numerics:
         query_projection: ``"fp32"`` or ``"e4m3"``: the operands of ``Wq`` in the forward; its gradients are FP32 products. (There are Q
             rows, once a step, whatever the batch.)
         hadamard: rotate each head of Wq and Wk by a Hadamard matrix, whose order, the head dimension, must be a power of two. None: where
-            it is one. Folded into the weights it costs next to nothing; it changes nothing on independent channels and gives back 4 to 7 dB
+            it is one. Folded into the weights it costs next to nothing; it changes nothing on independent channels and gives back 5 to 8 dB
             where four channels of a head are four times louder in queries and keys alike (``configs/numerics_outliers.yaml``).
         coordinates: ``"balanced"``: choose the coordinates of each head so that E4M3 loses least of a score
             (``fused_ops.balanced_coordinates``): 0.3 to 0.6 dB of the output and of every gradient on independent channels, 2 to 7 dB where
