@@ -49,6 +49,11 @@ def _numerics(key: str) -> Numerics:
     return Numerics.from_key(key)
 
 
+@lru_cache(maxsize=64)
+def _with_bf16_keys(numerics: Numerics) -> Numerics:
+    return replace(numerics, key_projection="bf16")
+
+
 def _choose(device: torch.device, head_dim: int, key: str, backend: str) -> tuple[str, Numerics, dispatch.Features]:
     opts = _numerics(key)
     features = dispatch.Features(head_dim, shared_q=True, q_mean=opts.q_smoothing, config=opts.attention)
@@ -138,7 +143,7 @@ def pma_attention(
     block = opts.block(head_dim)
     one_kernel = name == "sm90" and _one_kernel(values, norm_weight, w_k, w_v, heads, numerics, opts)
     if one_kernel:
-        opts = replace(opts, key_projection="bf16")
+        opts = _with_bf16_keys(opts)
     for_keys = for_queries = None
     turned, rotates = w_k, opts.rotates(head_dim)
     if opts.coordinates == "balanced":
