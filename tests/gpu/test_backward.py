@@ -97,6 +97,8 @@ CASES = {
     "causal, fewer queries, head 64": Case((200, 1000, 385), queries=(40, 200, 128), shared=False, causal=True, dim=64, block=(32, 64)),
     "long queries": Case((700, 90), queries=2150, shared=False),
     "causal, long queries": Case((2300, 90), queries=(2200, 2070), shared=False, causal=True),
+    "long queries, groups of 128": Case((700, 90), queries=2150, shared=False, block=(128, 128)),
+    "causal, long queries, groups of 128": Case((2300, 90), queries=(2200, 2070), shared=False, causal=True, block=(128, 128)),
     "long": Case((16384, 3000), queries=128),
     "sharp": Case((4096, 40), queries=128, block=(128, 128), score_std=4.0),
 }
