@@ -10,10 +10,16 @@ TILE = 128
 """Tokens of a work item: the tile rule's unit; each of two consumer warpgroups computes 64 of them."""
 MAX_COLUMNS = 128
 """Output columns of a CTA: 64 accumulators a thread, next to two sets of partial sums."""
+MAX_DIRECT_COLUMNS = 192
+"""Where sums stay in one accumulator, 96 a thread, and are stored as they lie (``GemmSpec.direct``): the more columns, the fewer bytes of
+shared memory a product reads."""
 SHARED_BYTES = 227 * 1024
+DIRECT_FIXED_BYTES = 2 * 1024
 FIXED_BYTES = 24 * 1024
 """Shared memory beside operands: codes on their way out (16 KiB), factors, barriers, the alignment of the tiles."""
 MIN_STAGES, MAX_STAGES = 4, 14
+MIN_DIRECT_STAGES = 8
+"""As many as its wider column tiles leave at least: of 512 columns in tiles of 192 four stages took 1.6 times as long."""
 ITEM_SLOTS = 4
 """Tiles whose places the loading warp may have written ahead."""
 FORMS = {"e4m3": 1, "e4m3x2": 2, "bf16": 1}
@@ -28,7 +34,8 @@ class GemmSpec:
     block of x, 0 tokens for static (0 columns: x has no scales). ``w_static``: one row of scales for all of w's rows, else one for 32.
     ``w_width``: K under one scale of w. ``block_tokens``, ``width``: block of the result. ``dense``: one sequence, no offsets.
     ``turns``: the warpgroups multiply in turn, one's products beside the other's epilogue. ``one_scale``: both parts of w have the same
-    scales, so that their products add up together.
+    scales, so that their products add up together. ``shared``: CTAs of a tile share what they read of x in pairs where that is worth it
+    (``cluster``).
     """
 
     contracted: int
@@ -43,6 +50,7 @@ class GemmSpec:
     dense: bool
     turns: bool = True
     one_scale: bool = False
+    shared: bool = True
 
     @property
     def static(self) -> bool:
@@ -53,6 +61,16 @@ class GemmSpec:
     def scaled(self) -> bool:
         """Operands have scales: partial sums are multiplied by their factor when they are added up."""
         return self.form != "bf16"
+
+    @property
+    def direct(self) -> bool:
+        """A thread stores its sums' codes as they lie: exponents are given and nothing is exchanged about them."""
+        return self.static and not self.scaled
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside operands."""
+        return DIRECT_FIXED_BYTES if self.direct else FIXED_BYTES
 
     @property
     def parts(self) -> int:
@@ -107,7 +125,8 @@ class GemmSpec:
     def column_tile(self) -> int:
         """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
         row = self.parts * self.steps * 128
-        most = min(MAX_COLUMNS, (SHARED_BYTES - FIXED_BYTES - MIN_STAGES * self.stage_bytes) // row) // self.unit * self.unit
+        limit, stages = (MAX_DIRECT_COLUMNS, MIN_DIRECT_STAGES) if self.direct else (MAX_COLUMNS, MIN_STAGES)
+        most = min(limit, (SHARED_BYTES - self.fixed_bytes - stages * self.stage_bytes) // row) // self.unit * self.unit
         if most <= 0:
             return 0
         tiles, units = -(-self.columns // most), -(-self.columns // self.unit)
@@ -119,6 +138,11 @@ class GemmSpec:
         return -(-self.columns // self.column_tile)
 
     @property
+    def cluster(self) -> int:
+        """CTAs that share what they read of x: of BF16 rows two, which are twice as long as those of E4M3, and whose products are fewer."""
+        return 2 if self.shared and self.direct and self.column_tiles % 2 == 0 else 1
+
+    @property
     def weight_bytes(self) -> int:
         """Weights of a CTA."""
         return self.parts * self.steps * 128 * self.column_tile
@@ -126,7 +150,7 @@ class GemmSpec:
     @property
     def stages(self) -> int:
         """Stages of x: what shared memory has left."""
-        return min(MAX_STAGES, (SHARED_BYTES - FIXED_BYTES - self.weight_bytes) // self.stage_bytes)
+        return min(MAX_STAGES, (SHARED_BYTES - self.fixed_bytes - self.weight_bytes) // self.stage_bytes)
 
     @property
     def x_blocks(self) -> int:

@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 
 from fused_ops.gemm_quantize.config import TILE
-from fused_ops.gemm_quantize.sm90_epilogue import nan_unless_finite
 from fused_ops.places import first_sequence, place
+from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite
 from fused_ops.scale_layout.kernel import WORDS, atom_source
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, warp_max

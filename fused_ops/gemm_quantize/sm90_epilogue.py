@@ -2,17 +2,21 @@
 
 An accumulator holds, per thread, rows ``lane // 4`` and ``+ 8`` of its warp's 16 and columns ``8 j + 2 (lane % 4) + c``: element
 ``c + 2 r + 4 j``. A scale group of 32 rows belongs to two warps, which exchange their maxima through shared memory; codes reach memory
-16 bytes a thread through a warp's own 2 KiB of it.
+16 bytes a thread through a warp's own 2 KiB of it. Of BF16 operands under given exponents (``GemmSpec.direct``) the weight's rows are
+brought in an order that makes a thread's eight columns of 32 consecutive (``sm90.GemmQuantize.ordered``), and it stores them itself.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cutlass_dsl import T
 
+from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite, store
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max, warp_max
 from lp_fa4.common.sequence import GROUP
 
+HALF = 64
+"""Rows of a warpgroup's half tile."""
 MEET = 3
 """First of three named barriers: one for each warpgroup's maxima, one for both's."""
 
@@ -20,11 +24,6 @@ MEET = 3
 def pick_bytes(a, b, selector):
     """Four bytes of the pair (a, b) by a selector that is known at run time."""
     return Int32(inline_ptx(T.i32(), [a, b, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
-
-
-def nan_unless_finite(x):
-    """``x``, or NaN where ``x`` is infinite: given exponents mark an overflow instead of saturating it."""
-    return Float32(inline_ptx(T.f32(), [x], "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f"))
 
 
 @cute.jit
@@ -72,6 +71,37 @@ def encode(spec: cutlass.Constexpr, total: cute.Tensor, j: cutlass.Constexpr, ro
         word = e4m3x4(*values)
         word = word if inside & (byte != 255) else Int32(0)
     return word
+
+
+@cute.jit
+def finish_direct(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor):
+    """:func:`finish` of ``GemmSpec.direct``."""
+    if at.token + HALF <= at.end:
+        store_codes(spec, t, s, at, total, True)
+    else:
+        store_codes(spec, t, s, at, total, False)
+
+
+@cute.jit
+def store_codes(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, whole: cutlass.Constexpr):
+    """Codes of a thread's two rows, eight bytes at a time. ``whole``: all rows of the half are inside."""
+    tid, _, _ = cute.arch.thread_idx()
+    codes, inverse = t.codes, s.inverse
+    row0, first_column = tid % 128 // 32 * 16 + tid % 32 // 4, t.column * spec.column_tile
+    for r in cutlass.range_constexpr(2):
+        token = at.token + row0 + 8 * r
+        for n in cutlass.range_constexpr(spec.column_tile // 32):
+            words = cute.make_rmem_tensor(2, Uint32)
+            for w in cutlass.range_constexpr(2):
+                values = [total[c + 2 * r + 4 * (4 * n + 2 * w + i)] * inverse[n] for i in range(2) for c in range(2)]
+                word = e4m3x4(*[nan_unless_finite(v) for v in values])
+                words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
+            column = first_column + 32 * n
+            if const_expr(whole and spec.columns % spec.column_tile == 0):
+                store(words, codes, token, column + 8 * (tid % 4), 8)
+            else:
+                if (column < spec.columns) & (token < at.limit):
+                    store(words, codes, token, column + 8 * (tid % 4), 8)
 
 
 @cute.jit

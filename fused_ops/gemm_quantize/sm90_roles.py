@@ -10,8 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE
-from fused_ops.gemm_quantize.sm90_epilogue import finish
+from fused_ops.gemm_quantize.config import ITEM_SLOTS
+from fused_ops.gemm_quantize.sm90_epilogue import HALF, finish, finish_direct
 from fused_ops.places import first_sequence, place
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import inverse_of_byte, scale_of_byte, warp_max
@@ -21,7 +21,6 @@ FIELDS = 5
 """int32 of an item in shared memory: first token, sequence's end, end of what is written, first row of scales, rows of scales."""
 
 TURN = 1  # first of two named barriers
-HALF = TILE // 2
 LARGEST_FACTOR = 2.0**80
 """Sums of up to 2^15 pairs of E4M3 of up to 448 stay in FP32 under it."""
 
@@ -33,7 +32,7 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
     Tiles that hold no token and no scale are passed over; the others' places, and their factors of x, go through shared memory.
     """
     lane = cute.arch.lane_idx()
-    one, item, x_factors = cute.make_layout(1), s.item, s.x_factors
+    one, sharing, item, x_factors = cute.make_layout(1), cute.make_layout(spec.cluster), s.item, s.x_factors
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(bars.w_full, spec.weight_bytes)
     for p in cutlass.range_constexpr(spec.parts):
@@ -65,13 +64,17 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
                 slot, slot_phase = Int32(0), slot_phase ^ 1
             x_atom, x_tensor = t.x
             x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, spec.stage_columns), (None, None))
-            x_target, x_source = cpasync.tma_partition(x_atom, 0, one, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
+            x_target, x_source = cpasync.tma_partition(x_atom, t.rank, sharing, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
             for half in cutlass.range(2, unroll=1):
                 for k in cutlass.range(spec.steps, unroll=1):
                     cute.arch.mbarrier_wait(bars.empty + stage, phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
-                    cute.copy(x_atom, x_source[None, half, k], x_target[None, stage], tma_bar_ptr=bars.full + stage)
+                    if const_expr(spec.cluster > 1):  # half of it, to both
+                        mask = cutlass.Int16(3)
+                        cute.copy(x_atom, x_source[None, half, k], x_target[None, stage], tma_bar_ptr=bars.full + stage, mcast_mask=mask)
+                    else:
+                        cute.copy(x_atom, x_source[None, half, k], x_target[None, stage], tma_bar_ptr=bars.full + stage)
                     stage = stage + 1
                     if stage == spec.stages:
                         stage, phase = Int32(0), phase ^ 1
@@ -140,6 +143,16 @@ def release(barrier):
 
 
 @cute.jit
+def free_stage(spec: cutlass.Constexpr, bars, stage, peer):
+    """This warp's products have read a stage of x: whoever writes to it, here and in the other CTA of a pair, may fill it again."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bars.empty + stage)
+        if const_expr(spec.cluster > 1):
+            cute.arch.mbarrier_arrive(bars.empty + stage, peer)
+
+
+@cute.jit
 def issue(mma, accumulator, a, b, begin: cutlass.Constexpr, end: cutlass.Constexpr, resume: cutlass.Constexpr):
     """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage. The caller fences before and commits after."""
     atom = cute.make_mma_atom(mma.op)
@@ -196,7 +209,7 @@ def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, par
         if const_expr(u > 0):
             warpgroup.wait_group(1)
             if const_expr(within == 0 and part == 0):
-                release(bars.empty + previous)
+                free_stage(spec, bars, previous, c.peer)
             promote(spec, s, u - 1, slot, c.group, partials[(u - 1) % 2], total)
     return stage, phase
 
@@ -218,7 +231,7 @@ def multiply_plain(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: 
         warpgroup.commit_group()
         if const_expr(k > 0):
             warpgroup.wait_group(1)
-            release(bars.empty + previous)
+            free_stage(spec, bars, previous, c.peer)
     return stage, phase
 
 
@@ -246,6 +259,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
         shape=mma.partition_shape_C((HALF, spec.column_tile)),
         group=2 * wg + cute.arch.make_warp_uniform(tid % 128 // 64),
         wg=wg,
+        peer=t.rank ^ 1,
     )
     if const_expr(spec.turns):  # noqa: SIM102 - one is decided at compile time
         if wg == 0:
@@ -267,7 +281,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
             if const_expr(spec.turns):
                 cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
-            release(bars.empty + stage)
+            free_stage(spec, bars, stage, c.peer)
             last = spec.chunks * spec.scale_parts - 1
             promote(spec, s, last, slot, c.group, partials[last % 2], total)
         else:
@@ -275,9 +289,12 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
             if const_expr(spec.turns):
                 cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
             warpgroup.wait_group(0)
-            release(bars.empty + stage)
+            free_stage(spec, bars, stage, c.peer)
         release(bars.item_empty + slot)
-        finish(spec, t, s, at, total, wg, parity, careful)
+        if const_expr(spec.direct):
+            finish_direct(spec, t, s, at, total)
+        else:
+            finish(spec, t, s, at, total, wg, parity, careful)
         parity = parity ^ 1
         stage, phase = advance(spec, stage, phase, spec.steps + 1)
         slot = slot + 1

@@ -5,6 +5,7 @@ import torch
 from torch.library import opcheck
 
 from fused_ops import gemm_quantize, gemm_quantize_scatter, projection_weight, scatter_scales
+from fused_ops.gemm_quantize.config import SHARED_BYTES, GemmSpec, unsupported
 from fused_ops.gemm_quantize.interface import gemm_quantize_op, projection_exponent
 from fused_ops.hadamard import rotate_rows
 from fused_ops.operands import flatten, split_e4m3, to_float
@@ -160,3 +161,17 @@ def test_errors(change, words):
     arguments = {"x": torch.zeros(4, 64), "w": torch.zeros(32, 64), **change}
     with pytest.raises((TypeError, ValueError), match=words):
         gemm_quantize(**arguments)
+
+
+def test_layouts():
+    """Hopper's kernel: column tiles cover the columns and fit the shared memory beside enough stages; CTAs share x in pairs or not."""
+    for form, static in (("bf16", True), ("bf16", False), ("e4m3", True), ("e4m3x2", False)):
+        for contracted in (32, 96, 384, 512, 1024):
+            for columns in (32, 96, 224, 384, 512, 640, 1024):
+                blocks = (0, 0) if form == "bf16" else (0, contracted)
+                spec = GemmSpec(contracted, columns, form, *blocks, True, blocks[1], 0 if static else 32, 32, False)
+                assert unsupported(spec) == ""
+                assert 0 < columns - (spec.column_tiles - 1) * spec.column_tile <= spec.column_tile <= (192 if spec.direct else 128)
+                assert spec.weight_bytes + spec.stages * spec.stage_bytes + spec.fixed_bytes <= SHARED_BYTES
+                assert spec.stages >= (8 if spec.direct else 4) and spec.column_tiles % spec.cluster == 0
+    assert GemmSpec(384, 384, "bf16", 0, 0, True, 0, 0, 128, False).column_tile == 192  # x is read twice, not three times
