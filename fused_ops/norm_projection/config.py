@@ -12,16 +12,16 @@ DEPTH = 64
 THREADS = 512
 """A warpgroup that normalizes, one that loads, two that multiply."""
 REGISTERS = (104, 24, 192)
-"""Of a thread of each kind: 64 rows x 384 columns in BF16 are 96 registers of a multiplying thread, two sets of sums 64."""
-EARLY = 2
-"""Pieces of the weight whose products are started before the sums of the columns before are quantized."""
-COLUMN_TILES = (64, 32)
-"""Columns of a product, largest first: see ``ProjectionSpec.column_tile``."""
+"""Of a thread of each kind: 64 rows x 384 columns in BF16 are 96 registers of a multiplying thread, sums of 128 columns 64."""
+COLUMN_TILES = (128, 64)
+"""Columns of a product, largest first: as many as registers hold sums of beside the left operand."""
+RUN_COLUMNS = 64
+"""Columns of which a thread's sums of a row are consecutive, a quarter of them."""
 MAX_COLUMNS = 384
 """Of x: the left operand's registers."""
 SHARED_BYTES = 227 * 1024
 X_STAGES = 3
-"""Halves in flight."""
+"""Halves in flight; one less where rows that are not BF16 leave their lower bits in the place of one (``ProjectionSpec.direct``)."""
 CLUSTER = 1
 """CTAs that share what they read of the weight. Alone a CTA draws its tiles, which is worth more than half of its reads from L2."""
 MAX_PIECES = 8
@@ -51,9 +51,14 @@ class ProjectionSpec:
 
     @property
     def direct(self) -> bool:
-        """The norm's warps read x themselves. Rows of BF16 come by TMA, to the place where the BF16 rows are made of them; others are not
-        as long as those, and FP32 in shared memory would leave no room for the weight."""
+        """The norm's warps read x themselves. Rows of BF16 come by TMA, to the place where the BF16 rows are made of them; others are kept
+        from their factors to their codes as FP32, upper halves in that place, lower halves in one that all of them share."""
         return self.dtype != "bfloat16"
+
+    @property
+    def stages(self) -> int:
+        """Halves in flight."""
+        return X_STAGES - 1 if self.direct else X_STAGES
 
     @cached_property
     def norm(self) -> NormSpec:
@@ -62,13 +67,8 @@ class ProjectionSpec:
 
     @property
     def column_tile(self) -> int:
-        """Columns of a product: the largest of which an even number is N, for there are two sets of sums; 0 if there is none."""
-        return next((n for n in COLUMN_TILES if self.columns % (2 * n) == 0), 0)
-
-    @property
-    def run(self) -> int:
-        """Consecutive columns that a thread holds of a row's product, by the order in which the weight's rows are brought."""
-        return self.column_tile // 4
+        """Columns of a product; 0 if N is no multiple of one."""
+        return next((n for n in COLUMN_TILES if self.columns % n == 0), 0)
 
     @property
     def column_tiles(self) -> int:

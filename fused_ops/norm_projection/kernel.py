@@ -4,8 +4,8 @@
     k  = E4M3(BF16(xf) @ w^T)                           as ``gemm_quantize`` of BF16 rows with given exponents has it
 
 A persistent CTA walks 128-token tiles in halves of 64 rows. One warp brings rows by TMA, in the order that wgmma wants (rows that are not
-BF16 only into L2, from where the next read them); four warps turn each half into normed BF16 rows in place, and write their codes; one of
-two warpgroups takes it into registers, the left operand of its products.
+BF16 only into L2); four warps turn each half into normed BF16 rows in place, and write their codes; one of two warpgroups takes it into
+registers, the left operand of its products.
 The weight (288 KiB at 384 x 384) does not fit: it runs past both warpgroups from L2 in pieces, over and over, each read once for all CTAs
 of a cluster (of one, or two). The second warpgroup's halves start in the middle of a round, so that halves are wanted at equal distances.
 
@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers as hopper
 from torch import Tensor
 
-from fused_ops.norm_projection.config import CLUSTER, DEPTH, HALF, ITEMS, REGISTERS, THREADS, X_STAGES, ProjectionSpec, unsupported
+from fused_ops.norm_projection.config import CLUSTER, DEPTH, HALF, ITEMS, REGISTERS, RUN_COLUMNS, THREADS, ProjectionSpec, unsupported
 from fused_ops.norm_projection.roles import FIELDS, NormRole, bring_rows, bring_weight, multiply
 from fused_ops.rmsnorm_quantize.arithmetic import half_place
 from fused_ops.rmsnorm_quantize.kernel import aligned
@@ -65,19 +65,17 @@ class NormProjection:
         stream,
     ):
         spec = self.spec
-        l_x = shared_layout(BFloat16, (HALF, DEPTH, spec.steps * X_STAGES), DEPTH)
+        l_x = shared_layout(BFloat16, (HALF, DEPTH, spec.steps * spec.stages), DEPTH)
         l_w = shared_layout(BFloat16, (spec.column_tile, DEPTH, spec.pieces), DEPTH)
         load = cpasync.CopyBulkTensorTileG2SOp()
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(spec.cluster > 1) else load
         x_atom, t_x = None, x
         if const_expr(not spec.direct):
             x_atom, t_x = cpasync.make_tiled_tma_atom(load, x, first_stage(l_x), (HALF, DEPTH))
-        # A thread's sums are of columns 8 j + 2 q + c (q its place in four lanes). Row 8 j + 2 q + c of a piece is the weight's row
-        # run q + 2 j + c, so that a thread has consecutive columns, and stores them as they are.
-        step, run = w.stride[0], spec.run
-        order = cute.make_layout(
-            ((2, 4, run // 2, spec.column_tiles), spec.contracted), stride=((step, run * step, 2 * step, spec.column_tile * step), 1)
-        )
+        # A thread's sums are of columns 8 j + 2 q + c (q its place in four lanes). Row 8 j + 2 q + c of 64 in a piece is the weight's row
+        # 16 q + 2 j + c, so that a thread has 16 consecutive columns, and stores them as they are.
+        step, run, count = w.stride[0], RUN_COLUMNS // 4, spec.columns // RUN_COLUMNS
+        order = cute.make_layout(((2, 4, run // 2, count), spec.contracted), stride=((step, run * step, 2 * step, RUN_COLUMNS * step), 1))
         w = cute.make_tensor(w.iterator, order)
         w_atom, t_w = cpasync.make_tiled_tma_atom(shared, w, first_stage(l_w), (spec.column_tile, DEPTH), num_multicast=spec.cluster)
         k, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
@@ -115,7 +113,7 @@ class NormProjection:
         l_w: cute.ComposedLayout,
     ):
         spec = self.spec
-        columns, pieces = spec.contracted, spec.pieces
+        columns, pieces, stages = spec.contracted, spec.pieces, spec.stages
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -123,7 +121,7 @@ class NormProjection:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 3 * X_STAGES + 2 * ITEMS + 2 * pieces]
+            barriers: cute.struct.MemRange[Int64, 3 * stages + 2 * ITEMS + 2 * pieces]
             item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * ITEMS], 16]
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, spec.units], 16]
             pairs: cute.struct.Align[cute.struct.MemRange[Int32, spec.norm.blocks], 16]
@@ -132,13 +130,14 @@ class NormProjection:
             mean: cute.struct.Align[cute.struct.MemRange[Float32, ITEMS * columns if spec.centred else 4], 128]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.norm.warps * columns if spec.centred else 4], 128]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_x)], 1024]
+            low: cute.struct.Align[cute.struct.MemRange[BFloat16, HALF * columns if spec.direct else 8], 128]
             w: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_w)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         base = storage.barriers.data_ptr()
-        item_base, w_base = base + 3 * X_STAGES, base + 3 * X_STAGES + 2 * ITEMS
+        item_base, w_base = base + 3 * stages, base + 3 * stages + 2 * ITEMS
         bars = Bundle(
-            full=base, normed=base + X_STAGES, empty=base + 2 * X_STAGES, item_full=item_base, item_empty=item_base + ITEMS,
+            full=base, normed=base + stages, empty=base + 2 * stages, item_full=item_base, item_empty=item_base + ITEMS,
             w_full=w_base, w_empty=w_base + pieces,
         )  # fmt: skip
         s = Bundle(
@@ -150,6 +149,7 @@ class NormProjection:
             mean=storage.mean.data_ptr(),
             parts=storage.parts.get_tensor(cute.make_layout((columns, self.norm.warps))) if const_expr(spec.centred) else None,
             rows=storage.x.data_ptr(),
+            low=storage.low.data_ptr(),
             x=storage.x.get_tensor(l_x.outer, swizzle=l_x.inner),
             w=storage.w.get_tensor(l_w.outer, swizzle=l_w.inner),
         )
@@ -163,7 +163,7 @@ class NormProjection:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(X_STAGES):
+                for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(bars.full + i, 1)
                     cute.arch.mbarrier_init(bars.normed + i, self.norm.warps)
                     cute.arch.mbarrier_init(bars.empty + i, 4)

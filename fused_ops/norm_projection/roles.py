@@ -9,12 +9,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import T
 
 from fused_ops.gemm_quantize.sm90_roles import issue, release
-from fused_ops.norm_projection.config import DEPTH, EARLY, HALF, ITEMS, X_STAGES, ProjectionSpec
+from fused_ops.norm_projection.config import DEPTH, HALF, ITEMS, RUN_COLUMNS, ProjectionSpec
 from fused_ops.places import bulk_copy, first_sequence, place
 from fused_ops.rmsnorm_quantize.arithmetic import load8_float, mul, nan_unless_finite, prefetch, rsqrt, store, sub
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import e4m3x4, float_of, inline_ptx
+from lp_fa4.common.numbers import bits_of, e4m3x4, float_of, inline_ptx, prmt
 
 FIELDS = 6
 """int32 of an item: first token, end, limit, row, region, tile; the tile is ``MISSING`` for one that does not exist, ``OVER`` after the
@@ -85,7 +85,7 @@ def bring_rows(spec: cutlass.Constexpr, io, s, bars):
                         prefetch(x_tensor, token + HALF * half + 32 * i + lane, spec.contracted)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars.full + stage)
-                stage, phase = turn(stage, phase, X_STAGES)
+                stage, phase = turn(stage, phase, spec.stages)
         else:
             x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, DEPTH), (None, None))
             target, source = cpasync.tma_partition(x_atom, 0, one, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
@@ -96,7 +96,7 @@ def bring_rows(spec: cutlass.Constexpr, io, s, bars):
                     cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
                 for k in cutlass.range_constexpr(spec.steps):
                     cute.copy(x_atom, source[None, half, k], target[None, stage * spec.steps + k], tma_bar_ptr=bars.full + stage)
-                stage, phase = turn(stage, phase, X_STAGES)
+                stage, phase = turn(stage, phase, spec.stages)
         tile = following
     cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
     with cute.arch.elect_one():
@@ -153,7 +153,7 @@ def bf16_pair(low, high):
 
 class NormRole(StagedNorm):
     """Four warps that turn halves of x into codes, in memory, and into BF16 rows, in place, in the order of wgmma's operand. Rows that are
-    not BF16 do not come to that place, but are read from L2.
+    not BF16 are not brought to that place; a thread leaves them there itself, as FP32 in halves (``ProjectionSpec.direct``).
 
     A half is read twice. First for its rows' factors: a warp's sums of squares are all on their way before the first is needed, and the
     factors of its 16 rows come from one evaluation, a row a lane (half as many as lanes share a row). Then slab by slab: a lane keeps
@@ -162,7 +162,7 @@ class NormRole(StagedNorm):
     """
 
     def __init__(self, spec: ProjectionSpec):
-        self.spec, self.steps, self.direct = spec.norm, spec.steps, spec.direct
+        self.spec, self.steps, self.direct, self.ring = spec.norm, spec.steps, spec.direct, spec.stages
         self.compute_threads, self.warps = 128, 4
         self.row_step = self.compute_threads // self.spec.lanes
         self.passes = HALF // self.row_step
@@ -191,7 +191,7 @@ class NormRole(StagedNorm):
                 else:
                     self.normalise_half(io, s, at, lane, row0, totals, False)
                 self.release(bars.normed + stage)
-                stage, phase = turn(stage, phase, X_STAGES)
+                stage, phase = turn(stage, phase, self.ring)
             if const_expr(spec.centred):  # noqa: SIM102 - one is decided at compile time
                 if tile >= 0:
                     self.column_sums(io, s, slot, lane, totals)
@@ -202,21 +202,42 @@ class NormRole(StagedNorm):
 
     def cell(self, s, stage, row, chunk):
         """Shared address of eight columns of a half's row."""
-        return s.rows.toint() + stage * (self.steps * PIECE) + chunk // 8 * PIECE + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
+        return s.rows.toint() + stage * (self.steps * PIECE) + self.place(row, chunk)
+
+    def place(self, row, chunk):
+        """Where they lie in a half, in bytes."""
+        return chunk // 8 * PIECE + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
+
+    def words_at(self, address):
+        """Four words of shared memory."""
+        return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4))
 
     @cute.jit
-    def chunk_of(self, io, s, at, row, chunk, out: cute.Tensor):
-        """Eight columns of a half's row as FP32: from shared memory or, where x is not BF16, from global; 0 there outside the sequence."""
+    def chunk_of(self, s, at, row, chunk, out: cute.Tensor):
+        """Eight columns of a half's row as FP32."""
+        words = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(self.words_at(self.cell(s, at.stage, row, chunk)), words)
         if const_expr(self.direct):
-            out.fill(0.0)
-            if at.token + row < at.end:
-                load8_float(io.x[1], at.token + row, 8 * chunk, out)
+            low = cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(self.words_at(s.low.toint() + self.place(row, chunk)), low)
+            for i in cutlass.range_constexpr(4):
+                out[2 * i], out[2 * i + 1] = (float_of(prmt(low[i], words[i], selector)) for selector in (0x5410, 0x7632))
         else:
-            words = cute.make_rmem_tensor(4, Int32)
-            source = cute.make_ptr(Int32, self.cell(s, at.stage, row, chunk), cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
             for i in cutlass.range_constexpr(4):
                 out[2 * i], out[2 * i + 1] = float_of(words[i] << 16), float_of(words[i] & Int32(-65536))
+
+    @cute.jit
+    def fetch_chunk(self, io, s, at, row, chunk, out: cute.Tensor):
+        """The same of rows that are not BF16, from global memory, 0 outside the sequence; left where :meth:`chunk_of` finds them."""
+        out.fill(0.0)
+        if at.token + row < at.end:
+            load8_float(io.x[1], at.token + row, 8 * chunk, out)
+        bits = [bits_of(out[i]) for i in range(8)]
+        for selector, address in ((0x5410, s.low.toint() + self.place(row, chunk)), (0x7632, self.cell(s, at.stage, row, chunk))):
+            words = cute.make_rmem_tensor(4, Int32)
+            for i in cutlass.range_constexpr(4):
+                words[i] = prmt(bits[2 * i], bits[2 * i + 1], selector)
+            cute.autovec_copy(words, self.words_at(address))
 
     @cute.jit
     def factors_of_half(self, io, s, at, lane, row0):
@@ -240,6 +261,14 @@ class NormRole(StagedNorm):
         cute.arch.sync_warp()
 
     @cute.jit
+    def first_look(self, io, s, at, row, chunk, out: cute.Tensor):
+        """Eight columns of a half's row, which nobody has read yet."""
+        if const_expr(self.direct):
+            self.fetch_chunk(io, s, at, row, chunk, out)
+        else:
+            self.chunk_of(s, at, row, chunk, out)
+
+    @cute.jit
     def squares(self, io, s, at, lane, row):
         """Sum of a row's squares, in all of its lanes."""
         spec, total = self.spec, Float32(0.0)
@@ -247,11 +276,11 @@ class NormRole(StagedNorm):
             chunk = lane + k * spec.lanes
             values = cute.make_rmem_tensor(8, Float32)
             if const_expr(spec.chunks % spec.lanes == 0):
-                self.chunk_of(io, s, at, row, chunk, values)
+                self.first_look(io, s, at, row, chunk, values)
             else:
                 values.fill(0.0)
                 if chunk < spec.chunks:
-                    self.chunk_of(io, s, at, row, chunk, values)
+                    self.first_look(io, s, at, row, chunk, values)
             for i in cutlass.range_constexpr(8):
                 total = total + values[i] * values[i]
         for j in cutlass.range_constexpr(spec.lanes.bit_length() - 1):
@@ -282,15 +311,10 @@ class NormRole(StagedNorm):
             self.vector(s.mean.toint() + 4 * at.slot * spec.columns + 16 * chunk, mean)
         scale = scales[8 * chunk // spec.width]
         for turn_of in cutlass.range(self.passes // together, unroll=1):
-            row_of = [row0 + (turn_of * together + p) * self.row_step for p in range(together)]
-            chunks = [cute.make_rmem_tensor(8, Float32) for _ in range(together)]
-            if const_expr(self.direct):  # all on their way before the first is stored
-                for p in cutlass.range_constexpr(together):
-                    self.chunk_of(io, s, at, row_of[p], chunk, chunks[p])
             for p in cutlass.range_constexpr(together):
-                row, values = row_of[p], chunks[p]
-                if const_expr(not self.direct):
-                    self.chunk_of(io, s, at, row, chunk, values)
+                row = row0 + (turn_of * together + p) * self.row_step
+                values = cute.make_rmem_tensor(8, Float32)
+                self.chunk_of(s, at, row, chunk, values)
                 factor = factors[row]
                 for i in cutlass.range_constexpr(8):
                     value = mul(mul(values[i], factor), gain[i])
@@ -356,39 +380,39 @@ def piece(
 
 @cute.jit
 def quantize(spec: cutlass.Constexpr, io, s, at, n: Int32, total: cute.Tensor):
-    """Codes of a product's columns to memory: a thread has runs of ``spec.run`` consecutive ones of two rows (``spec.weight_order``)."""
-    tid, _, _ = cute.arch.thread_idx()
-    column, row = n * spec.column_tile + spec.run * (tid % 4), tid % 128 // 4
-    first = row // 8 * 16 + row % 8
-    inverse, keys = s.inverse, io.keys
-    factor = inverse[column // 32]
+    """Codes of a product's columns to memory: of every 64 of a row a thread has 16 consecutive ones (``NormProjection.__call__``)."""
     if at.token + HALF <= at.end:
-        store_codes(spec, keys, at, first, column, factor, total, True)
+        store_codes(spec, io, s, at, n, total, True)
     else:
-        store_codes(spec, keys, at, first, column, factor, total, False)
+        store_codes(spec, io, s, at, n, total, False)
 
 
 @cute.jit
-def store_codes(spec: cutlass.Constexpr, keys, at, first, column, factor, total: cute.Tensor, whole: cutlass.Constexpr):
-    """Both rows of :func:`quantize`. ``whole``: all rows of the half are inside."""
-    for r in cutlass.range_constexpr(2):
-        token = at.token + first + 8 * r
-        words = cute.make_rmem_tensor(spec.run // 4, Uint32)
-        for w in cutlass.range_constexpr(spec.run // 4):
-            values = [total[c + 2 * r + 4 * (2 * w + i)] * factor for i in range(2) for c in range(2)]
-            word = e4m3x4(*[nan_unless_finite(v) for v in values])
-            words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
-        if const_expr(whole):
-            store(words, keys, token, column, spec.run)
-        else:
-            if token < at.limit:
-                store(words, keys, token, column, spec.run)
+def store_codes(spec: cutlass.Constexpr, io, s, at, n: Int32, total: cute.Tensor, whole: cutlass.Constexpr):
+    """A thread's two rows of :func:`quantize`. ``whole``: all rows of the half are inside."""
+    tid, _, _ = cute.arch.thread_idx()
+    inverse, run = s.inverse, RUN_COLUMNS // 4
+    first = tid % 128 // 32 * 16 + tid % 32 // 4
+    for b in cutlass.range_constexpr(spec.column_tile // RUN_COLUMNS):
+        column = n * spec.column_tile + RUN_COLUMNS * b + run * (tid % 4)
+        factor = inverse[column // 32]
+        for r in cutlass.range_constexpr(2):
+            token = at.token + first + 8 * r
+            words = cute.make_rmem_tensor(run // 4, Uint32)
+            for w in cutlass.range_constexpr(run // 4):
+                values = [total[c + 2 * r + 4 * (8 * b + 2 * w + i)] * factor for i in range(2) for c in range(2)]
+                word = e4m3x4(*[nan_unless_finite(v) for v in values])
+                words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
+            if const_expr(whole):
+                store(words, io.keys, token, column, run)
+            else:
+                if token < at.limit:
+                    store(words, io.keys, token, column, run)
 
 
 @cute.jit
 def multiply(spec: cutlass.Constexpr, io, s, bars, mma):
-    """A multiplying warpgroup: every second half, times the weight that runs past. Two sets of sums: while the products of one are on their
-    way, the other is quantized."""
+    """A multiplying warpgroup: every second half, times the weight that runs past. While one quantizes its sums the other multiplies."""
     tid, _, _ = cute.arch.thread_idx()
     item = s.item
     wg = cute.arch.make_warp_uniform((tid - 256) // 128)
@@ -396,12 +420,10 @@ def multiply(spec: cutlass.Constexpr, io, s, bars, mma):
     peer = io.rank ^ 1
     b = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(s.w))
     operands = [mma.make_fragment_A(mma.partition_shape_A((HALF, DEPTH))) for _ in range(spec.steps)]
-    sums = [cute.make_rmem_tensor(mma.partition_shape_C((HALF, spec.column_tile)), Float32) for _ in range(2)]
+    total = cute.make_rmem_tensor(mma.partition_shape_C((HALF, spec.column_tile)), Float32)
     row = 16 * warp + lane % 16
     rows = s.rows.toint() + row * 128
     stage, phase, slot, slot_phase, at, at_phase, n = wg, Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    token, end, limit = Int32(0), Int32(0), Int32(0)  # of the half whose last product is still to be quantized: nothing at first
-    early = min(EARLY, spec.steps)
     if wg == 1:
         at, at_phase = pass_over(spec, bars, at, at_phase, peer)
         n = Int32(spec.offset)
@@ -420,34 +442,23 @@ def multiply(spec: cutlass.Constexpr, io, s, bars, mma):
                     a[4 * i + j] = words[j]
         release(bars.empty + stage)
         stage = stage + 2
-        if stage >= X_STAGES:
-            stage, phase = stage - X_STAGES, phase ^ 1
-        for _ in cutlass.range(spec.column_tiles // 2, unroll=1):
-            for which in cutlass.range_constexpr(2):
-                first = at  # the oldest piece that is still read
-                for k in cutlass.range_constexpr(early):
-                    piece(spec, s, bars, mma, b, sums[which], operands[k], at, at_phase, k)
-                    at, at_phase = turn(at, at_phase, spec.pieces)
-                before = n - 1 if n > 0 else Int32(spec.column_tiles - 1)
-                where = Bundle(token=token, end=end, limit=limit)
-                quantize(spec, io, s, where, before, sums[1 - which])
-                token, end, limit = next_token, next_end, next_limit
-                for k in cutlass.range_constexpr(early, spec.steps):
-                    piece(spec, s, bars, mma, b, sums[which], operands[k], at, at_phase, k)
-                    at, at_phase = turn(at, at_phase, spec.pieces)
+        if stage >= spec.stages:
+            stage, phase = stage - spec.stages, phase ^ 1
+        for _ in cutlass.range(spec.column_tiles, unroll=1):
+            first = at  # the oldest piece that is still read
+            for k in cutlass.range_constexpr(spec.steps):
+                piece(spec, s, bars, mma, b, total, operands[k], at, at_phase, k)
+                at, at_phase = turn(at, at_phase, spec.pieces)
+                if const_expr(k > 0):
                     warpgroup.wait_group(1)
-                    for _ in cutlass.range_constexpr(early if k == early else 1):
-                        free_piece(spec, bars, first, peer)
-                        first, _ = turn(first, Int32(0), spec.pieces)
-                warpgroup.wait_group(0)
-                for _ in cutlass.range_constexpr(1 if spec.steps > early else early):
                     free_piece(spec, bars, first, peer)
                     first, _ = turn(first, Int32(0), spec.pieces)
-                n = n + 1
-                if n == spec.column_tiles:
-                    n = Int32(0)
+            warpgroup.wait_group(0)
+            free_piece(spec, bars, first, peer)
+            quantize(spec, io, s, Bundle(token=next_token, end=next_end, limit=next_limit), n, total)
+            n = n + 1
+            if n == spec.column_tiles:
+                n = Int32(0)
         cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
-    where = Bundle(token=token, end=end, limit=limit)
-    quantize(spec, io, s, where, n - 1 if n > 0 else Int32(spec.column_tiles - 1), sums[1])
     if wg == 0:
         pass_over(spec, bars, at, at_phase, peer)

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from fused_ops import gemm_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_project
-from fused_ops.norm_projection.config import EARLY, MAX_COLUMNS, ProjectionSpec, unsupported
+from fused_ops.norm_projection.config import MAX_COLUMNS, ProjectionSpec, unsupported
 from fused_ops.norm_projection.interface import rmsnorm_project_op
 from tests.fused_ops.common import assert_same_bytes, hostile
 
@@ -111,4 +111,4 @@ def test_what_one_kernel_serves():
     for contracted in range(64, MAX_COLUMNS + 1, 64):
         for columns in (64, 128, 192, 384, 4096):
             made = ProjectionSpec(**{**spec, "contracted": contracted, "columns": columns})
-            assert made.pieces > EARLY and made.columns == made.column_tile * made.column_tiles
+            assert made.pieces >= 4 and made.columns == made.column_tile * made.column_tiles

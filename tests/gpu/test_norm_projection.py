@@ -60,9 +60,10 @@ def test_bits_of_the_definition(shape, cluster):
             assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_that_are_not_bfloat16(shape, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [*((torch.float32, shape) for shape in SHAPES), *((torch.float16, shape) for shape in SHAPES[2:6:3])], ids=str
+)
+def test_rows_that_are_not_bfloat16(dtype, shape):
     """Bits of the definition on rows of 2^±20 with more digits than BF16 has, apart in memory; bits of BF16 rows where values are equal."""
     contracted, columns = shape
     offsets, used = offsets_of(LENGTHS), sum(LENGTHS)
@@ -73,7 +74,7 @@ def test_rows_that_are_not_bfloat16(shape, dtype):
     assert dtype == torch.float16 or float((x[:used] == x[:used].bfloat16().float()).float().mean()) < 0.2
     for center in (True, False):
         run(x, gain, w, offsets, center=center, cluster=1 + center)
-        run(x[: sum(LENGTHS)], gain, w, None, center=center)
+    run(x[:used], gain, w, None)
     x, gain, w = operands(used + 50, used, contracted, columns, "random")
     x = x.to(torch.float8_e4m3fn).to(torch.bfloat16)  # in all three dtypes the same
     for one, other in zip(run(x, gain, w, offsets), run(x.to(dtype), gain, w, offsets), strict=True):
