@@ -29,6 +29,8 @@ from lp_fa4.sm90.forward_turn import load_block, loaded_from, selector_of, store
 from lp_fa4.sm90.transpose import load16
 
 THREADS = 128
+READ_ONCE = 0x12F0000000000000
+"""The copies' cache policy, L2 evict_first: no other CTA reads a CTA's keys and values, and what the merge reads should stay in L2."""
 HEAD_KEYS = 32
 """First keys of the sequence whose mean score is the centre, and keys of one load."""
 
@@ -99,6 +101,8 @@ class FewQueries:
         l_v = shared_layout(E4M3, (d, 128, 2), 128)
         l_p = shared_layout(E4M3, (n, 128, 2), 128)
         load = cpasync.CopyBulkTensorTileG2SOp()
+        l_whole = shared_layout(E4M3, (KEYS, d, 1), d)  # K of a CTA that has all of its keys: one load instead of eight
+        whole_atom, t_whole = cpasync.make_tiled_tma_atom(load, operand(k, [0, 2, 1]), first_stage(l_whole), (KEYS, d))
         k_atom, t_k = cpasync.make_tiled_tma_atom(load, operand(k, [0, 2, 1]), first_stage(l_k), (HEAD_KEYS, d))
         l_w = shared_layout(E4M3, (128, d, 2), d) if spec.turns else l_v  # as V arrives
         if const_expr(spec.turns):
@@ -111,6 +115,8 @@ class FewQueries:
             mma,
             k_atom,
             t_k,
+            whole_atom,
+            t_whole,
             v_atom,
             t_v,
             q,
@@ -124,6 +130,7 @@ class FewQueries:
             kv_heads,
             l_q,
             l_k,
+            l_whole,
             l_a,
             l_v,
             l_w,
@@ -136,6 +143,8 @@ class FewQueries:
         mma: cute.TiledMma,
         k_atom: cute.CopyAtom,
         t_k: cute.Tensor,
+        whole_atom: cute.CopyAtom,
+        t_whole: cute.Tensor,
         v_atom: cute.CopyAtom,
         t_v: cute.Tensor,
         q: cute.Tensor,
@@ -149,6 +158,7 @@ class FewQueries:
         kv_heads: Int32,
         l_q: cute.ComposedLayout,
         l_k: cute.ComposedLayout,
+        l_whole: cute.ComposedLayout,
         l_a: cute.ComposedLayout,
         l_v: cute.ComposedLayout,
         l_w: cute.ComposedLayout,
@@ -182,12 +192,13 @@ class FewQueries:
         own = head + (HEAD_KEYS * spec.head_dim if const_expr(spec.centred) else 0)
         s_head = cute.make_tensor(cute.recast_ptr(head, l_a.inner, dtype=E4M3), l_a.outer)
         s_own = cute.make_tensor(cute.recast_ptr(own, l_a.inner, dtype=E4M3), l_a.outer)
+        s_whole = cute.make_tensor(cute.recast_ptr(own, l_whole.inner, dtype=E4M3), l_whole.outer)
         s_p = cute.make_tensor(cute.recast_ptr(own, l_p.inner, dtype=E4M3), l_p.outer)  # over K, which is read by then
         factors = storage.factors.get_tensor(cute.make_layout(n))
         reduced = storage.reduced.get_tensor(cute.make_layout((n, 4, 4)))
         q_base, k_base, v_base = (Int32(x.toint()) for x in (storage.q.data_ptr(), own, storage.v.data_ptr()))
         if tid == 0:
-            for atom in (k_atom, v_atom):
+            for atom in (k_atom, whole_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
             cute.arch.mbarrier_init(bars, 1)
             cute.arch.mbarrier_init(bars + 1, 1)
@@ -201,7 +212,7 @@ class FewQueries:
         start = KEYS * (slot - (first_key // KEYS + b))
         if (start == 0) | (start < keys):
             if tid < 32:
-                self.load(k_atom, t_k, s_k, v_atom, t_v, s_w, bars, kv_head, first_key, keys, start, b)
+                self.load((k_atom, t_k, s_k), (whole_atom, t_whole, s_whole), (v_atom, t_v, s_w), bars, kv_head, first_key, keys, start, b)
             self.load_queries(q, q_scale, k_scale, q_base, factors, b, kv_head, queries, scale_log2)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
@@ -230,9 +241,11 @@ class FewQueries:
             )
 
     @cute.jit
-    def load(self, k_atom, t_k, s_k, v_atom, t_v, s_v, bars, kv_head: Int32, first_key: Int32, keys: Int32, start: Int32, b: Int32):
-        """All loads of a CTA, by one warp; tiles that hold no key of the sequence are left out."""
+    def load(self, k_operand, whole_operand, v_operand, bars, kv_head: Int32, first_key: Int32, keys: Int32, start: Int32, b: Int32):
+        """All loads of a CTA, by one warp; tiles that hold no key of the sequence are left out. ``..._operand``: (atom, tensor, stages)."""
         spec = self.spec
+        (k_atom, t_k, s_k), (whole_atom, t_whole, s_whole), (v_atom, t_v, s_v) = k_operand, whole_operand, v_operand
+        once = Int64(READ_ONCE)
         d = spec.head_dim
         one = cute.make_layout(1)
         left = keys - start
@@ -256,10 +269,16 @@ class FewQueries:
             cute.arch.mbarrier_arrive_and_expect_tx(bars + 1, v_tiles * (128 * d))
         if const_expr(spec.centred):
             cute.copy(k_atom, h_gmem[None, 0], k_smem[None, 0], tma_bar_ptr=bars)
+        if left >= KEYS:
+            whole = cute.domain_offset((first_key + start, 0), t_whole[None, None, kv_head])
+            whole = cute.group_modes(cute.local_tile(whole, (KEYS, d), (None, 0)), 0, 2)
+            w_smem, w_gmem = cpasync.tma_partition(whole_atom, 0, one, cute.group_modes(s_whole, 0, 2), whole)
+            cute.copy(whole_atom, w_gmem[None, 0], w_smem[None, 0], tma_bar_ptr=bars, cache_policy=once)
+            k_tiles = Int32(0)
         for i in cutlass.range(k_tiles, unroll=1):
-            cute.copy(k_atom, k_gmem[None, i], k_smem[None, i + extra], tma_bar_ptr=bars)
+            cute.copy(k_atom, k_gmem[None, i], k_smem[None, i + extra], tma_bar_ptr=bars, cache_policy=once)
         for i in cutlass.range(v_tiles, unroll=1):
-            cute.copy(v_atom, v_gmem[None, i], v_smem[None, i], tma_bar_ptr=bars + 1)
+            cute.copy(v_atom, v_gmem[None, i], v_smem[None, i], tma_bar_ptr=bars + 1, cache_policy=once)
 
     @cute.jit
     def load_queries(

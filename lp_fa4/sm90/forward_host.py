@@ -143,8 +143,9 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
         split_keys=split_keys_of(problem),
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
-        retries=problem.causal or (value != 128 and not problem.shared_q),  # as measured, and so is the lag:
-        # with another value ptxas puts most of the exponentials before the hand-over of the turn
+        retries=problem.causal or (value != 128 and not problem.shared_q),  # as measured, and so are the next two:
+        # with another lag ptxas puts most of the exponentials before the hand-over of the turn
+        tied=4 if value == 128 and not problem.causal else 2,
         lag=4 if value != 128 else 3 if problem.head_dim == 128 and not problem.causal else 6,
     )
 

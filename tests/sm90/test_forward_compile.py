@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="its package carries the disassembler")
 VARIANTS = [
     {"head_dim": 128},
     {"head_dim": 128, "centred": False, "mean": False, "causal": True, "shared": False, "group": 4},
-    {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 3, "retries": False},
+    {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 3, "tied": 4, "retries": False},
     {"head_dim": 128, "key_scale": 32, "value_scale": 32, "query_static": False, "shared": False},
     {"head_dim": 128, "split_keys": 1024},
     {"head_dim": 128, "keep": False, "values": "plain", "retries": False},
-    {"head_dim": 64, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 6, "retries": False},
+    {"head_dim": 64, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 6, "tied": 4, "retries": False},
     {"head_dim": 64, "values": "plain", "retries": False},
 ]
 LOCAL = 40
