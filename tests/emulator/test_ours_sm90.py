@@ -22,7 +22,7 @@ FORWARD = {
     "groups of whole tiles, head 64": dict(lengths=[780, 5], queries=66, dim=64, heads=1, kv_heads=1, score_std=3.0),
     "pairs of tiles": dict(lengths=[650], queries=70, heads=1, kv_heads=1, block=[128, 128]),
     "copied": dict(lengths=[130, 0, 97], queries=70, heads=1, kv_heads=1, copied=True),
-    "few, copied": dict(lengths=[130, 0, 97], queries=2, heads=1, kv_heads=1, copied=True),
+    "few, copied": dict(lengths=[289, 0, 97], queries=2, heads=1, kv_heads=1, copied=True),
     "square": dict(lengths=[129, 7], queries=130, heads=1, kv_heads=1, block=[32, 32]),
 }
 BACKWARD = {
