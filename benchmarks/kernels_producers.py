@@ -139,11 +139,13 @@ def product_work(tokens: int, columns: int, device: torch.device, *, form: str) 
     return Work(f"gemm_quantize {form}, {tokens / 1e6:g} M x {columns}", variants, count, 2.0 * parts * tokens * columns**2)
 
 
-def both_work(tokens: int, columns: int, device: torch.device) -> Work:
-    """Norm and projection as the module calls them, exponents given: in one kernel, and in two, by either form of the key projection."""
+def both_work(tokens: int, columns: int, device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> Work:
+    """Norm and projection as the module calls them, exponents given: in one kernel, and in two, by either form of the key projection.
+    ``dtype``: of the events."""
     from fused_ops import gemm_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_project
 
     x, offsets = events(tokens, columns, device)
+    x = x.to(dtype)
     gain = torch.rand(columns, device=device) + 0.5
     weight = torch.randn(columns, columns, device=device) / columns**0.5
     heads, block = columns // HEAD_DIM, (0, HEAD_DIM)
@@ -159,13 +161,15 @@ def both_work(tokens: int, columns: int, device: torch.device) -> Work:
         return norm, gemm_quantize(norm.normed, whole.rounded, block, offsets=offsets, exponent=whole.bound)
 
     count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=0, centred=True, keep=False, copied=False) + tokens * 1.0 * columns
+    count += tokens * (x.element_size() - 2.0) * columns
     variants: dict[str, Callable[[], object]] = {
         "rmsnorm_project": lambda: rmsnorm_project(x, gain, whole.rounded, whole.bound, offsets=offsets),
         "norm, then E4M3 hi + lo": codes,
         "norm with BF16 rows, then BF16": rows,
         COPY: copy_of(count, device),
     }
-    return Work(f"rmsnorm_project, {tokens / 1e6:g} M x {columns}", variants, count, 2.0 * tokens * columns**2)
+    name = "rmsnorm_project" if dtype == torch.bfloat16 else f"rmsnorm_project of {str(dtype).removeprefix('torch.')}"
+    return Work(f"{name}, {tokens / 1e6:g} M x {columns}", variants, count, 2.0 * tokens * columns**2)
 
 
 def scale_bytes(tokens: int, columns: int, sequences: int) -> float:
@@ -203,10 +207,16 @@ def _works() -> dict[str, Callable[[torch.device], Work]]:
     for form in ("pair", "single", "bf16"):
         makers[f"gemm-{form}"] = partial(product_work, form=form)
     makers["both"] = both_work
+    makers["both-float32"] = partial(both_work, dtype=torch.float32)
     makers["scale"] = scale_work
     made: dict[str, Callable[[torch.device], Work]] = {}
     for name, maker in makers.items():
-        only = {"norm-static-plain": SIZES[:1], "norm-kept": SIZES[:1], "both": [size for size in SIZES if size[1] == 384]}
+        only = {
+            "norm-static-plain": SIZES[:1],
+            "norm-kept": SIZES[:1],
+            "both-float32": SIZES[:1],
+            "both": [size for size in SIZES if size[1] == 384],
+        }
         for millions, columns in only.get(name, SIZES):
             made[f"{name}-{columns}-{millions:g}"] = partial(maker, int(millions * 1e6), columns)
     return made
