@@ -89,6 +89,14 @@ PAIRS: tuple[Pair, ...] = (
         "maxima of a stage: a lane writes, its warpgroup meets at a named barrier and reads; overwritten after every warp released the "
         "stage and the copy warp filled it again",
     ),
+    Pair(
+        BACKWARD,
+        "backward_compute.py note_scale",
+        "backward_compute.py follow_scales",
+        PUBLISH,
+        "a warp's scale one turn of the ring before: " + WRITTEN.format("a_empty") + " (by way of the copy that fills the stage again); "
+        "overwritten when every warp has released the stage once more",
+    ),
     Pair(STAGED, "staged.py load", "staged.py read", BULK, "rows of a stage: " + MET.format("empty")),
     Pair(STAGED, "staged.py emit", "staged.py store_copy", PUBLISH, "a slot of codes: " + WRITTEN.format("word_full")),
     Pair(PROJECTION, "roles.py slab", "roles.py load_matrices", PUBLISH, "normed rows of a stage: " + WRITTEN.format("normed")),
