@@ -93,6 +93,14 @@ def _events(a: Mapping[str, Any], result: Sequence[Tensor], shadow: bool) -> Ite
     yield from named([result[1]], "dnorm_weight")
 
 
+def _query_inputs(a: Mapping[str, Any]) -> Iterator[Seen]:
+    yield from named([a["seeds"], a["norm_weight"], a["proj"]], "seeds norm_weight proj")
+
+
+def _queries(a: Mapping[str, Any], result: Tensor, shadow: bool) -> Iterator[Seen]:
+    yield from named([result], "q")
+
+
 def _rounded_inputs(a: Mapping[str, Any]) -> Iterator[Seen]:
     yield Seen("x", a["x"])
 
@@ -132,6 +140,7 @@ describe("modules::pma_attention_prepass", _backward_inputs, _prepass)
 describe("modules::pma_attention_backward", _backward_inputs, _backward)
 describe("modules::pma_weight_gradients", _nothing, _weights)
 describe("modules::pma_input_gradients", _nothing, _events)
+describe("modules::project_queries", _query_inputs, _queries)
 describe("modules::round_mxfp8", _rounded_inputs, _rounded)
 describe("modules::jagged_attention", _plain_inputs, _plain)
 describe("modules::jagged_attention_backward", _plain_backward_inputs, _plain_backward)

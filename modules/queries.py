@@ -22,6 +22,42 @@ def _(x):
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
+@custom_op("modules::project_queries", mutates_args=())
+def project_queries(seeds: Tensor, norm_weight: Tensor, proj: Tensor, eps: float) -> Tensor:
+    """``RMSNorm(seeds) @ Wq^T``, ``[Q, dim]`` FP32.
+
+    One operator, so that no compiler puts its sums in another order: coordinates are chosen from all bits of the queries, and would make a
+    module that is compiled one of other roundings.
+    """
+    qn = F.rms_norm(seeds.to(torch.float32), seeds.shape[1:], norm_weight.to(torch.float32), eps)
+    return F.linear(qn, proj.to(torch.float32))
+
+
+@project_queries.register_fake
+def _(seeds, norm_weight, proj, eps):
+    return seeds.new_empty((seeds.shape[0], proj.shape[0]), dtype=torch.float32)
+
+
+def _project_setup(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _project_backward(ctx, dq):
+    seeds, norm_weight, proj = ctx.saved_tensors
+    s, weight = seeds.to(torch.float32), norm_weight.to(torch.float32)
+    rstd = torch.rsqrt(s.square().mean(dim=-1, keepdim=True) + ctx.eps)
+    normed = s * rstd
+    d_scaled = dq @ proj.to(torch.float32)
+    d_normed = d_scaled * weight
+    d_seeds = rstd * (d_normed - normed * (d_normed * normed).mean(dim=-1, keepdim=True))
+    d_proj = dq.t() @ (normed * weight)
+    return d_seeds.to(seeds.dtype), (d_scaled * normed).sum(dim=0).to(norm_weight.dtype), d_proj.to(proj.dtype), None
+
+
+project_queries.register_autograd(_project_backward, setup_context=_project_setup)
+
+
 def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None) -> Tensor:
     """``RMSNorm(seeds) @ Wq^T`` as ``[Q, H, D]`` FP32, before its coordinates are chosen and it is quantized; differentiable.
 
@@ -29,6 +65,8 @@ def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, ep
     intermediates in FP32 cannot change the codes. With ``query_projection="e4m3"`` the forward product takes both operands in MXFP8;
     its gradient passes straight through to the FP32 product. ``numerics=None`` is BF16 attention.
     """
+    if numerics is not None and numerics.coordinates == "balanced" and numerics.query_projection == "fp32":
+        return project_queries(seeds, norm_weight, proj, eps).unflatten(1, (heads, -1))
     s = seeds.to(torch.float32)
     qn = s * torch.rsqrt(s.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
     q = F.linear(qn, proj.to(torch.float32))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import lp_fa4.reference
 from lp_fa4.sm90 import backward_host
 from modules import Numerics, bf16, functional, mxfp8
+from modules.queries import project_queries, query_heads
 from tests.conftest import offsets_of
 from tests.modules.common import DIM, HEADS, SEEDS, assert_identical, batch, exact, make, ratios, run, weights_of
 
@@ -36,6 +37,12 @@ def test_other_operators():
     q, k, v = (torch.randn(n, 2, 32).requires_grad_() for n in (40, 90, 90))
     opcheck(bf16.jagged_attention, (q, k, v, offsets_of([50, 0, 37])))
     opcheck(functional.round_mxfp8, (torch.randn(40, 64),))
+    arguments = [torch.randn(*shape).requires_grad_() for shape in ((40, 64), (64,), (64, 64))]
+    opcheck(project_queries, (*arguments, 1e-6))
+    gradients = torch.autograd.grad(project_queries(*arguments, 1e-6).square().sum(), arguments)
+    plain = query_heads(*arguments, 2, 1e-6, Numerics(coordinates="plain")).flatten(1)
+    for mine, theirs in zip(gradients, torch.autograd.grad(plain.square().sum(), arguments), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", KINDS)
