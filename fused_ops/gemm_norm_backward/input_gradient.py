@@ -571,6 +571,8 @@ class InputGradient:
         full, empty = exchange.bars + slot, exchange.bars + (2 + slot)
         sent = exchange.sums + slot * (spec.cluster * TILE)
         row = at.warp % 4 * 16 + lane // 4
+        # With roles, a sum of the rank's kept from tile to tile would be parked in local memory, and all of the cluster wait for it.
+        rank = pinned(at.rank) if const_expr(spec.roles) else at.rank
         if at.warp % 4 == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE * spec.cluster)
@@ -579,7 +581,7 @@ class InputGradient:
             target = lane % 4 + n
             if target < spec.cluster:
                 for i in cutlass.range_constexpr(2):
-                    store_shared_remote(sums[i], sent + (at.rank * TILE + row + 8 * i), full, target)
+                    store_shared_remote(sums[i], sent + (rank * TILE + row + 8 * i), full, target)
         cute.arch.mbarrier_wait(full, use % 2)
         found = cute.make_tensor(sent, cute.make_layout(spec.cluster * TILE))
         out = []

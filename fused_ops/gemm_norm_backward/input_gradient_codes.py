@@ -31,7 +31,6 @@ from fused_ops.gemm_norm_backward.input_gradient import (
     InputGradient,
     load_generic,
     load_shared,
-    store_words,
 )
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -42,6 +41,7 @@ from fused_ops.gemm_norm_backward.rows import (
     generic_of_shared,
     load_byte,
     pair_to_float,
+    pinned,
     relative_factor,
     scale_address,
     search,
@@ -248,16 +248,16 @@ class InputGradientOfCodes(InputGradient):
         one = cute.make_layout(1)
         tiles = cute.local_tile(tensor, (TILE, CODES), (None, None))
         target, source = cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))
-        for tile in cutlass.range(at.first, at.last, unroll=1):
-            for c in cutlass.range_constexpr(self.chunks):
-                turn = tile - at.first
-                stage, phase = place_in_ring(turn * self.chunks + c, self.spec.dk_stages)
-                full = bars.dk_full + (turn % self.spec.groups * self.spec.dk_stages + stage)
-                cute.arch.mbarrier_wait(bars.dk_empty + stage, phase ^ 1)
-                cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, CODE_BOX)
-                cute.copy(atom, source[None, tile, c], target[None, stage], tma_bar_ptr=full)
+        # A loop over fillings, not over tiles: what the roles run at once must fit the instruction cache.
+        for index in cutlass.range((at.last - at.first) * self.chunks, unroll=1):
+            turn, c = index // self.chunks, index % self.chunks
+            stage, phase = place_in_ring(index, self.spec.dk_stages)
+            full = bars.dk_full + (turn % self.spec.groups * self.spec.dk_stages + stage)
+            cute.arch.mbarrier_wait(bars.dk_empty + stage, phase ^ 1)
+            cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, CODE_BOX)
+            cute.copy(atom, source[None, at.first + turn, c], target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def ask_rows(
@@ -277,25 +277,21 @@ class InputGradientOfCodes(InputGradient):
         sums = cute.make_rmem_tensor((4, self.subs), Float32)
         sums.fill(0.0)
         fillings = (at.last - at.first) * self.subs
-        after = -(-spec.x_stages // self.subs) if spec.need_norm else 0
-        for tile in cutlass.range(at.first, at.last + after, unroll=1):
-            for j in cutlass.range_constexpr(self.subs):
-                turn = tile - at.first
-                index = turn * self.subs + j
-                stage, phase = place_in_ring(index, spec.x_stages)
-                if index < fillings + (spec.x_stages if spec.need_norm else 0):
-                    cute.arch.mbarrier_wait(bars.x_empty + stage, phase ^ 1)
-                    if const_expr(spec.need_norm):  # noqa: SIM102 - one is decided at compile time
-                        if index >= spec.x_stages:
-                            add_stage(sums[None, (j - spec.x_stages) % self.subs], s.rows + stage * X_BOX)
-                if index < fillings:
-                    full = bars.x_full + (turn % spec.groups * spec.x_stages + stage)
-                    cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, X_BOX + (DV_BOX if spec.dv is not None else 0))
-                    for atom, target, source in pairs:
-                        cute.copy(atom, source[None, tile, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
+        for index in cutlass.range(fillings + (spec.x_stages if spec.need_norm else 0), unroll=1):
+            turn, j = index // self.subs, index % self.subs
+            stage, phase = place_in_ring(index, spec.x_stages)
+            cute.arch.mbarrier_wait(bars.x_empty + stage, phase ^ 1)
+            if const_expr(spec.need_norm):  # noqa: SIM102 - one is decided at compile time
+                if index >= spec.x_stages:
+                    add_stage(sums, (index - spec.x_stages) % self.subs, s.rows + stage * X_BOX)
+            if index < fillings:
+                full = bars.x_full + (turn % spec.groups * spec.x_stages + stage)
+                cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, X_BOX + (DV_BOX if spec.dv is not None else 0))
+                for atom, target, source in pairs:
+                    cute.copy(atom, source[None, at.first + turn, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
         if const_expr(spec.need_norm):
             lane, parts = cute.arch.lane_idx(), io.parts
             for j in cutlass.range_constexpr(self.subs):
@@ -388,17 +384,18 @@ class InputGradientOfCodes(InputGradient):
             table = s.table + group * (4 * spec.table_words)
             cute.arch.mbarrier_wait(bars.table + group, turn // spec.groups % 2)
             self.multiply(mma, b, acc, operands, s, bars, table, tile, turn, row, at, group, phases)
-            self.norm(io, at, s, bars, exchange, acc, table, tile, turn, row, group, phases)
+            self.norm(io, at, s, bars, exchange, acc, table, tile, turn, group, phases)
 
     @cute.jit
     def multiply(
         self, mma, b, acc: cute.Tensor, operands, s, bars, table: Int32, tile: Int32, turn: Int32, row: Int32, at, group: Int32,
         phases: cute.Tensor,
     ):  # fmt: skip
-        """``acc`` = the tile's codes times the slab."""
+        """``acc`` = the tile's codes times the slab; with two groups the last products run on, under which :meth:`norm` asks for ``x``
+        (three have no registers for both)."""
         spec = self.spec
         quad = cute.arch.lane_idx() % 4
-        source = s.codes + row * CODES
+        source = s.codes + row * CODES + (((2 * quad) ^ (row % 8)) << 4)
         factor_at = table + 4 * (3 * TILE) + row * (spec.rows // 16) + 2 * quad
         for c in cutlass.range_constexpr(self.chunks):
             stage = stage_of(turn, self.chunks, c, spec.dk_stages)
@@ -406,11 +403,15 @@ class InputGradientOfCodes(InputGradient):
             for i in cutlass.range_constexpr(2):
                 half = load_half(factor_at + 8 * c + i * (8 * (spec.rows // 16)))
                 factors.append(prmt(half, half, 0x1010))
-            await_stage(bars.dk_full + group * spec.dk_stages, stage, phases, 0)
+            if const_expr(c == 0):
+                ready = cutlass.Boolean(False)
+            await_stage(bars.dk_full + group * spec.dk_stages, stage, phases, 0, ready)
             words = []
             for h in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
-                    words.append(shared_words(source + stage * CODE_BOX + 8 * CODES * i + (((2 * quad + h) ^ (row % 8)) << 4), 4))
+                    words.append(shared_words((source ^ (16 * h)) + stage * CODE_BOX + 8 * CODES * i, 4))
+            if const_expr(c + 1 < self.chunks):
+                ready = peek_stage(bars.dk_full + group * spec.dk_stages, stage_of(turn, self.chunks, c + 1, spec.dk_stages), phases, 0)
             if tile * TILE + TILE > at.total:  # rows past the end
                 for i in cutlass.range_constexpr(2):
                     if tile * TILE + row + 8 * i >= at.total:
@@ -432,16 +433,18 @@ class InputGradientOfCodes(InputGradient):
                     atom.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
             release(bars.dk_empty + stage)
-        warpgroup.wait_group(0)
+        if const_expr(spec.groups == 3):
+            warpgroup.wait_group(0)
 
     @cute.jit
     def norm(
-        self, io, at, s, bars, exchange, acc: cute.Tensor, table: Int32, tile: Int32, turn: Int32, row: Int32, group: Int32,
+        self, io, at, s, bars, exchange, acc: cute.Tensor, table: Int32, tile: Int32, turn: Int32, group: Int32,
         phases: cute.Tensor,
     ):  # fmt: skip
-        """From ``dk w`` to ``dx``: ``acc`` becomes ``t = g dxn rstd``, then ``dx = t - x (rstd^2 mean(t x))``."""
+        """Waits for the products. From ``dk w`` to ``dx``: ``acc`` becomes ``t = g dxn rstd``, then ``dx = t - x (rstd^2 mean(t x))``."""
         spec = self.spec
-        lane = cute.arch.lane_idx()
+        lane = pinned(cute.arch.lane_idx())  # what follows from it is computed for each tile: kept, it would be parked in local memory
+        row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
         quad = lane % 4
         few = spec.slab // 32
         xs = cute.make_rmem_tensor((4, self.runs, 2), Int32)
@@ -462,6 +465,8 @@ class InputGradientOfCodes(InputGradient):
         sums = [Float32(0.0), Float32(0.0)]
         ends = tile * TILE + TILE > at.total
         mine = 2048 * (at.warp % 4) + 128 * (lane // 4) + (((2 * quad) ^ (lane // 4 % 2)) << 4)
+        row_at = s.rows + row * 128 + ((quad ^ (row % 8)) << 4)
+        extra_at = s.extra + row * 64 + (((quad // 2) ^ (row // 2 % 4)) << 4) + quad % 2 * 8
         for j in cutlass.range_constexpr(self.subs):
             stage = stage_of(turn, self.subs, j, spec.x_stages)
             powers = []
@@ -469,18 +474,20 @@ class InputGradientOfCodes(InputGradient):
                 for i in cutlass.range_constexpr(2):
                     where = (3 + spec.rows // 64) * TILE + (row + 8 * i) * (few // 2) + j
                     powers.append(pair_to_float(load_word(table + 4 * where), False))
-            await_stage(bars.x_full + group * spec.x_stages, stage, phases, 1)
+            if const_expr(j == 0):
+                ready = cutlass.Boolean(False)
+            await_stage(bars.x_full + group * spec.x_stages, stage, phases, 1, ready)
+            if const_expr(j + 1 < self.subs):
+                ready = peek_stage(bars.x_full + group * spec.x_stages, stage_of(turn, self.subs, j + 1, spec.x_stages), phases, 1)
             extras = {}
             for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
                 for i in cutlass.range_constexpr(2):
                     h = q % 2
-                    line = row + 8 * i
-                    words = shared_words(s.rows + stage * X_BOX + line * 128 + (((4 * h + quad) ^ (row % 8)) << 4), 4)
+                    words = shared_words((row_at ^ (64 * h)) + stage * X_BOX + 1024 * i, 4)
                     for n in cutlass.range_constexpr(4):
                         xs[n, q, i] = words[n]
                     if const_expr(spec.dv is not None):
-                        piece = (2 * h + quad // 2) ^ (row // 2 % 4)
-                        extras[q, i] = shared_words(s.extra + stage * DV_BOX + line * 64 + (piece << 4) + quad % 2 * 8, 2)
+                        extras[q, i] = shared_words((extra_at ^ (32 * h)) + stage * DV_BOX + 512 * i, 2)
             if ends:
                 for i in cutlass.range_constexpr(2):
                     if tile * TILE + row + 8 * i >= at.total:
@@ -493,6 +500,8 @@ class InputGradientOfCodes(InputGradient):
                 cute.arch.sync_warp()  # the sums go where other lanes of this warp found x
             else:
                 release(bars.x_empty + stage)
+            if const_expr(j == 0 and spec.groups == 2):  # under the last products the first of ``x`` and dv came to registers
+                warpgroup.wait_group(0)
             for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
                 gain = cute.make_rmem_tensor(8, Float32)
                 load_shared(s.gains.iterator + (32 * q + 8 * quad), gain)
@@ -534,14 +543,17 @@ class InputGradientOfCodes(InputGradient):
                 sums[i] = quad_sum(sums[i])
             if const_expr(spec.cluster > 1):
                 sums = self.exchange(at, exchange, sums, turn // spec.groups)
+            lane = pinned(cute.arch.lane_idx())
+            row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
             for i in cutlass.range_constexpr(2):
-                self.write(io, at, acc, xs, scale[i], sums[i], tile * TILE + row + 8 * i, i)
+                self.write(io, at, acc, xs, scale[i], sums[i], lane % 4, tile * TILE + row + 8 * i, i)
 
     @cute.jit
-    def write(self, io, at, acc: cute.Tensor, xs: cute.Tensor, scale, total, token: Int32, i: cutlass.Constexpr):
+    def write(self, io, at, acc: cute.Tensor, xs: cute.Tensor, scale, total, quad: Int32, token: Int32, i: cutlass.Constexpr):
         """A row of ``dx``; ``total``: sum of ``t x`` over all columns."""
         spec = self.spec
-        column = at.column0 + 8 * (cute.arch.lane_idx() % 4)
+        column = at.column0 + 8 * quad
+        address = address_of(io.dx, token, column)
         if token < at.total:
             share = -scale * scale * (total * Float32(1.0 / spec.columns))
             for q in cutlass.range_constexpr(self.runs):
@@ -552,12 +564,12 @@ class InputGradientOfCodes(InputGradient):
                     for n in cutlass.range_constexpr(2):
                         pair.append(fma(xf[e + n], share, acc[n + 2 * i + 4 * (4 * q + e // 2)]))
                     out[e // 2] = float_to_pair(pair[0], pair[1], self.half)
-                store_words(io.dx, token, column + 32 * q, out)
+                store_words(address + 64 * q, out)
         elif token < at.limit:
             zeros = cute.make_rmem_tensor(4, Int32)
             zeros.fill(0)
             for q in cutlass.range_constexpr(self.runs):
-                store_words(io.dx, token, column + 32 * q, zeros)
+                store_words(address + 64 * q, zeros)
 
 
 def row_in_eight(j):
@@ -592,8 +604,9 @@ def leave_sums(place: Int32, after: cutlass.Constexpr, values):
 
 
 @cute.jit
-def add_stage(sums: cute.Tensor, place: Int32):
-    """What :func:`leave_sums` left in a stage, added to ``sums``: a lane's 4 columns, every other line; half of the warp for 32 columns."""
+def add_stage(sums: cute.Tensor, j: Int32, place: Int32):
+    """What :func:`leave_sums` left in a stage, added to ``sums[:, j]``: a lane's 4 columns, every other line; half of the warp for 32
+    columns."""
     lane = cute.arch.lane_idx()
     source = place + lane // 16 * 1024 + lane // 8 % 2 * 128 + (((lane % 8) ^ (lane // 8 % 2)) << 4)
     total = cute.make_rmem_tensor(4, Float32)
@@ -603,16 +616,30 @@ def add_stage(sums: cute.Tensor, place: Int32):
         for e in cutlass.range_constexpr(4):
             first, second = (float_of(lines[m][e]) + float_of(lines[m + 1][e]) for m in (0, 2))
             total[e] = total[e] + (first + second)
-    for e in cutlass.range_constexpr(4):
-        sums[e] = sums[e] + total[e]
+    for n in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+        for e in cutlass.range_constexpr(4):
+            sums[e, n] = sums[e, n] + (total[e] if j == n else Float32(0.0))
 
 
 @cute.jit
-def await_stage(full, stage: Int32, phases: cute.Tensor, ring: cutlass.Constexpr):
+def peek_stage(full, stage: Int32, phases: cute.Tensor, ring: cutlass.Constexpr):
+    """Whether a stage is full, asked early: the answer takes as long as a load."""
+    return cute.arch.mbarrier_test_wait(full + stage, (phases[ring] >> stage) & 1)
+
+
+@cute.jit
+def await_stage(full, stage: Int32, phases: cute.Tensor, ring: cutlass.Constexpr, ready):
     """Wait for a stage by a warpgroup's own barrier of it: with one for all, a warpgroup ahead of the others would take the filling before
-    the last for its own."""
-    cute.arch.mbarrier_wait(full + stage, (phases[ring] >> stage) & 1)
+    the last for its own. ``ready``: what :func:`peek_stage` has said."""
+    if not ready:
+        cute.arch.mbarrier_wait(full + stage, (phases[ring] >> stage) & 1)
     phases[ring] = phases[ring] ^ (1 << stage)
+
+
+def store_words(address: Int64, words: cute.Tensor):
+    """16 bytes to global memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(4)))
 
 
 def store_word(address, word):

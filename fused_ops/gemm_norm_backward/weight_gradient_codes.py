@@ -333,25 +333,38 @@ class WeightGradientOfCodes:
         return [(kind, side, count, range(half * count // 2, (half + 1) * count // 2)) for kind, side, count in sides if not kind.static]
 
     @cute.jit
-    def load_bytes(self, t, place: cute.Tensor, step: Int32, bytes_, half: cutlass.Constexpr):
-        """Exponents of a lane's two tokens of a step, which lie side by side."""
-        token0 = step * TILE
+    def load_bytes(self, t, place: cute.Tensor, step: Int32, bytes_, near: cute.Tensor, half: cutlass.Constexpr):
+        """Exponents of a step. Where it lies in one sequence, as most do, three groups of tokens at most meet it: a lane loads one's
+        exponent of one block (``near``: of dk, of xn, and the first token's place in its group). Else (``near[2]`` is -1) a lane loads
+        those of its two tokens, which lie side by side."""
+        token0, lane = step * TILE, cute.arch.lane_idx()
         high = self.locate(t, place, token0, Int32(TILE))
-        for i in cutlass.range_constexpr(2):
-            token = token0 + 2 * cute.arch.lane_idx() + i
-            if token < t.total:
-                row = self.scale_row(t, place, high, token)
-                for kind, side, count, blocks in self.blocks_of(half):
+        begin, end = (place[1], place[2]) if const_expr(self.spec.lookup) else (Int32(0), t.total)
+        near[2] = Int32(-1)
+        if token0 + TILE <= end:
+            near[2] = (token0 - begin) % GROUP
+            if (near[2] + TILE - 1) >> 5 >= lane // 8:
+                row = self.scale_row(t, place, place[0], token0) + lane // 8
+                for kind, side, _, blocks in self.blocks_of(half):
                     address = scale_address(t.dk_scale if side == 0 else t.xn_scale, row, False)
-                    column = t.row0 if side == 0 else t.column0
-                    even = 32 * count % kind.width == 0 or kind.width == 32  # then a tile begins with a block
-                    if const_expr(even):
-                        address = address + column // kind.width
-                    for k, n in enumerate(blocks):
+                    block = blocks[0] + cutlass.min(lane % 8, len(blocks) - 1)
+                    near[side] = load_byte(address + ((t.row0 if side == 0 else t.column0) + 32 * block) // kind.width)
+        else:
+            for i in cutlass.range_constexpr(2):
+                token = token0 + 2 * lane + i
+                if token < t.total:
+                    row = self.scale_row(t, place, high, token)
+                    for kind, side, count, blocks in self.blocks_of(half):
+                        address = scale_address(t.dk_scale if side == 0 else t.xn_scale, row, False)
+                        column = t.row0 if side == 0 else t.column0
+                        even = 32 * count % kind.width == 0 or kind.width == 32  # then a tile begins with a block
                         if const_expr(even):
-                            bytes_[side][k, i] = load_byte(address + 32 * n // kind.width)
-                        else:
-                            bytes_[side][k, i] = load_byte(address + (column + 32 * n) // kind.width)
+                            address = address + column // kind.width
+                        for k, n in enumerate(blocks):
+                            if const_expr(even):
+                                bytes_[side][k, i] = load_byte(address + 32 * n // kind.width)
+                            else:
+                                bytes_[side][k, i] = load_byte(address + (column + 32 * n) // kind.width)
 
     @cute.jit
     def tabulate(
@@ -361,43 +374,50 @@ class WeightGradientOfCodes:
         # of two steps in turn: what is loaded now is used two steps later, since a step is shorter than the way to memory
         halves = self.rows_of_blocks // 2, self.columns_of_blocks // 2
         bytes_ = [[cute.make_rmem_tensor((n, 2), Int32) for n in halves] for _ in range(2)]
-        for tensor in (*bytes_[0], *bytes_[1]):
+        near = [cute.make_rmem_tensor(3, Int32) for _ in range(2)]
+        for tensor in (*bytes_[0], *bytes_[1], *near):
             tensor.fill(0)
         for i in cutlass.range_constexpr(2):
             if begin + i < end:
-                self.load_bytes(t, place, begin + i, bytes_[i], half)
+                self.load_bytes(t, place, begin + i, bytes_[i], near[i], half)
         for even in cutlass.range(begin, end, 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 step = even + i
                 if step < end:
-                    self.write_table(t, s, bars, step, parity, bytes_[i], ring, half)
+                    self.write_table(t, s, bars, step, parity, bytes_[i], near[i], ring, half)
                     if step + 2 < end:
-                        self.load_bytes(t, place, step + 2, bytes_[i], half)
+                        self.load_bytes(t, place, step + 2, bytes_[i], near[i], half)
                     if const_expr(copies is not None):  # noqa: SIM102 - one is decided at compile time
                         if step + self.ahead < t.last:
                             self.ask(bars, *copies, t, step + self.ahead, ring)
 
     @cute.jit
-    def write_table(self, t, s, bars, step: Int32, parity: Int32, bytes_, ring: cute.Tensor, half: cutlass.Constexpr):
+    def write_table(
+        self, t, s, bars, step: Int32, parity: Int32, bytes_, near: cute.Tensor, ring: cute.Tensor, half: cutlass.Constexpr
+    ):  # fmt: skip
         """A warp's part of the tables of one step."""
         lane = cute.arch.lane_idx()
         tops = s.tops
         slot = ring[2]
         cute.arch.mbarrier_wait(bars.used + slot, ring[3] ^ 1)
-        if (step + 1) * TILE > t.total:  # what was loaded for tokens of a step before, past the end, could be that of a NaN
-            for i in cutlass.range_constexpr(2):
-                if step * TILE + 2 * lane + i >= t.total:
-                    for tensor in bytes_:
-                        for n in cutlass.range_constexpr(cute.size(tensor, mode=[0])):
-                            tensor[n, i] = Int32(0)
         for _, side, count, blocks in self.blocks_of(half):
             table = s.factors if side == 0 else s.xn_factors
-            table = table + slot * (TILE * 2 * count)
             # of dk, 16 k + 8 h + 2 q + c lies in word 2 k + h of q
-            at = lane % 4 * 32 + lane // 4 * 4 if side == 0 else 4 * lane
-            for k, n in enumerate(blocks):
-                top = tops[n + side * self.rows_of_blocks, parity]
-                store_word(table + 2 * TILE * n + at, relative_factors(bytes_[side][k, 0], bytes_[side][k, 1], top))
+            table = table + slot * (TILE * 2 * count) + (lane % 4 * 32 + lane // 4 * 4 if side == 0 else 4 * lane)
+            first = side * self.rows_of_blocks
+            if near[2] >= 0:
+                top = tops[first + blocks[0] + cutlass.min(lane % 8, len(blocks) - 1), parity]
+                factor = relative_factors(near[side], near[side], top)
+                source = [(near[2] + 2 * lane + i) // GROUP * 8 for i in range(2)]
+                for k, n in enumerate(blocks):
+                    low, high = (cute.arch.shuffle_sync(factor, source[i] + k) for i in range(2))
+                    store_word(table + 2 * TILE * n, prmt(low, high, 0x5410))
+            else:
+                for k, n in enumerate(blocks):
+                    words = []
+                    for i in cutlass.range_constexpr(2):  # what is left of a step before, past the end, could be that of a NaN
+                        words.append(bytes_[side][k, i] if step * TILE + 2 * lane + i < t.total else Int32(0))
+                    store_word(table + 2 * TILE * n, relative_factors(words[0], words[1], tops[n + first, parity]))
         release(bars.table + slot)
         advance(ring, 2, STAGES)
 
@@ -486,10 +506,12 @@ class WeightGradientOfCodes:
                 cute.arch.mbarrier_wait(bars.full + stage, ring[1])
                 cute.arch.mbarrier_wait(bars.table + slot, ring[3])
                 cute.arch.mbarrier_wait(bars.made + slot, ring[3])
+                # both halves at once, so that one's way from shared memory is the other's conversion
+                fragments = [transposed_fragments(source + stage * (self.boxes * BOX) + h * 2048) for h in range(2)]
                 for h in cutlass.range_constexpr(2):
                     words = cute.make_rmem_tensor(4, Int32)  # 8 tokens each
-                    for k, word in enumerate(transposed_fragments(source + stage * (self.boxes * BOX) + h * 2048)):
-                        words[k] = part_codes(word)
+                    for k in cutlass.range_constexpr(4):
+                        words[k] = part_codes(fragments[h][k])
                     factors: list = []
                     if const_expr(not spec.dk.static):
                         factors = shared_words(
@@ -518,11 +540,11 @@ class WeightGradientOfCodes:
                             cute.gemm(atom, acc, operand[None, None, k], b[None, None, 2 * h + depth * part + k, slot], acc)
                         warpgroup.commit_group()
                         warpgroup.wait_group(1)
-                        if const_expr(h == 0 and part == 0):  # noqa: SIM102
+                        if const_expr(h == 0 and part == 0):
                             if before >= 0:
                                 release(bars.used + before)
-                cute.arch.fence_view_async_shared()  # this warp's loads of the codes come before the copy that replaces them
-                release(bars.empty + stage)
+                            cute.arch.fence_view_async_shared()  # this warp's loads of the codes come before the copy that replaces them
+                            release(bars.empty + stage)
                 before = slot
                 advance(ring, 0, spec.code_stages)
                 advance(ring, 2, STAGES)
