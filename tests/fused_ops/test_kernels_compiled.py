@@ -1,5 +1,5 @@
 """What the assembler made of the fused kernels, for every target (each in a process of its own): no stack, no local memory, two CTAs of 256
-threads or one of 512 on a multiprocessor, and E4M3 conversions by the hardware."""
+threads or one of 512 on a multiprocessor (coordinates: one of 256, a head, alone there), and E4M3 conversions by the hardware."""
 
 import pytest
 
@@ -26,6 +26,8 @@ def test_no_spill(arch):
             continue
         if report["name"].startswith("product"):  # registers are shared out anew by role; a wait is meant for each sum of up to 128 of K
             assert report["waits"] <= report["wgmma"] // (1 if "square" in report["name"] else 4), report
+            continue
+        if report["name"] == "coordinates":  # writes no codes
             continue
         assert report["reg"] <= 128, report
         assert report["name"].startswith(("mean", "bound", "scatter", "gather")) or "F2FP.SATFINITE.E4M3" in sass, report
