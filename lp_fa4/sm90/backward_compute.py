@@ -229,23 +229,15 @@ def full_codes(codes):
 
 
 @cute.jit
-def recode_if_full(S, codes, x, dK):
-    """As :func:`keep_in_range` after ``S`` was coded: fewer instructions."""
-    if cute.arch.vote_any_sync(full_codes(codes) != 0):
-        x = lower(S, x, dK)
-        to_codes(S, codes)
-    return x
-
-
-@cute.jit
-def publish_in_range(spec, w, S, codes, buffer, x, dK):
-    """:func:`publish`, then what :func:`recode_if_full` does, and once more if need be: nothing waits for the vote."""
+def publish_in_range(spec, w, S, codes, buffer, x, dK, common):
+    """:func:`publish` under ``x`` times ``common`` (None: 1), then, if a code of this warp is full, :func:`lower` and once more: nothing
+    waits for the vote. Returns x."""
     full = full_codes(codes)
-    publish(spec, w, S, codes, buffer, x)
+    publish(spec, w, S, codes, buffer, x if const_expr(common is None) else x * common)
     if cute.arch.vote_any_sync(full != 0):
         x = lower(S, x, dK)
         to_codes(S, codes)
-        publish(spec, w, S, codes, buffer, x)
+        publish(spec, w, S, codes, buffer, x if const_expr(common is None) else x * common)
     return x
 
 
@@ -410,20 +402,14 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         to_codes(dP, w.dS, (e[0], e[1]))
     else:
         to_codes(dP, w.dS)
-        if const_expr(kind != FIRST and spec.tiles):
-            x = recode_if_full(dP, w.dS, x, dK)
     cute.arch.mbarrier_wait(bars.ds_empty + out, out_phase ^ 1)
-    if const_expr(spec.tiles):
-        codes = cute.make_rmem_tensor(8, Int32)
-        for i in cutlass.range_constexpr(8):
-            codes[i] = w.dS[i]
+    if const_expr(kind == FIRST or spec.fold):
+        publish(spec, w, dP, w.dS, out, x * common if const_expr(spec.tiles) else x)
+    else:
+        x = publish_in_range(spec, w, dP, w.dS, out, x, dK, common if const_expr(spec.tiles) else None)
+    if const_expr(spec.tiles):  # noqa: SIM102 - known to the compiler, the other is not
         if share < SMALL_SHARE:
             to_codes(dP, w.dS, (share, share))
-        publish(spec, w, dP, codes, out, x * common)
-    elif const_expr(kind == FIRST or spec.fold):
-        publish(spec, w, dP, w.dS, out, x)
-    else:
-        x = publish_in_range(spec, w, dP, w.dS, out, x, dK)
     if const_expr(spec.follows):
         note_scale(w, stage, phase, x)
     return x
