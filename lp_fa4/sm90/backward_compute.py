@@ -50,7 +50,6 @@ from lp_fa4.sm90.backward_ops import (
     pick_pairs,
     pinned,
     power_for,
-    product,
     reciprocal_power,
     redux_max,
     redux_min,
@@ -58,6 +57,7 @@ from lp_fa4.sm90.backward_ops import (
     shared_floats,
     to_codes,
 )
+from lp_fa4.sm90.wgmma import product
 
 CODE_TARGET = 7
 """dS is brought to [128, 256) at the first tile: a factor of 1.75 to 3.5 is left under 448 before ``x`` must move."""

@@ -34,11 +34,11 @@ from lp_fa4.sm90.backward_ops import (
     effect,
     f16x2,
     half2,
-    issue,
     reciprocal_power,
     rescale_codes,
     shared_floats,
 )
+from lp_fa4.sm90.wgmma import issue
 
 BARRIER_DQ = 3
 WARPS = 4

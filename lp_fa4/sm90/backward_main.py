@@ -20,8 +20,9 @@ from lp_fa4.sm90.backward_compute import FIRST, STEADY, end_last, key_factors, p
 from lp_fa4.sm90.backward_dq import dq_warps
 from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
-from lp_fa4.sm90.backward_ops import advance, arrive, low_half, pinned, reciprocal_power, shared_floats
+from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
+from lp_fa4.sm90.wgmma import low_half
 
 REGISTERS = (32, 208, 64)
 """Feeding, computing and dQ warpgroups: 32 + 2 * 208 + 64 = 512 = 4 * 128, what the launch brings."""

@@ -2,10 +2,8 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.tcgen05.helpers import int_to_smem_descriptor
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.numbers import absolute, bf16x2, e4m3x4, effect, f16x2, inline_ptx, pinned
@@ -20,7 +18,6 @@ __all__ = [
     "mask_of",
     "pick_pairs",
     "pinned",
-    "product",
     "redux_max",
     "release",
     "rescale_codes",
@@ -136,54 +133,6 @@ def release(spec, barrier, peer):
         cute.arch.mbarrier_arrive(barrier)
         if const_expr(spec.cluster):
             cute.arch.mbarrier_arrive(barrier, peer)
-
-
-UPPER_HALF = {128: 0x40000040, 64: 0x80000020}
-"""Upper half of the descriptor of a K-major tile by the bytes of its rows: their swizzle, and the distance of eight rows."""
-
-
-def low_half(address):
-    """Lower half of the descriptor of an operand at ``address`` in shared memory. 16 bytes further on it is 1 more: shared memory ends
-    long before a sum could leave the field."""
-    return (address >> 4) | 0x10000
-
-
-def described(low, row_bytes: int):
-    """The descriptor with this lower half."""
-    text = f"{{.reg .b32 h; mov.b32 h, {UPPER_HALF[row_bytes]:#x}; mov.b64 $0, {{$1, h}};}}"
-    return int_to_smem_descriptor(Int64(inline_ptx(T.i64(), [low], text, "=l,r")))
-
-
-@cute.jit
-def product(mma, acc, a, b, zero: cutlass.Constexpr, b_low, b_bytes: cutlass.Constexpr, a_low=None, a_bytes: cutlass.Constexpr = 0):
-    """Issue ``acc (+)= a b`` over all K blocks as one wgmma group. Operands of shared memory are given by the lower halves of their
-    descriptors and the bytes of their rows; of the fragments ``a`` and ``b`` only the layouts count then.
-
-    From descriptor fragments the DSL makes 64-bit sums, five uniform instructions more a wgmma, each waiting for the one before.
-    """
-    warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not zero)
-    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-        left, right = a[None, None, k], b[None, None, k]
-        if const_expr(a_low is not None):
-            left = cute.make_tensor(described(a_low + 2 * k, a_bytes), left.layout)
-        right = cute.make_tensor(described(b_low + 2 * k, b_bytes), right.layout)
-        cute.gemm(atom, acc, left, right, acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-
-
-@cute.jit
-def issue(mma, acc, a, b, blocks, zero: cutlass.Constexpr):
-    """As :func:`product` over the K blocks given, of fragments."""
-    warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not zero)
-    for k in blocks:
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 @cute.jit

@@ -18,7 +18,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import exp2, scale_of_byte
-from lp_fa4.sm90.backward_ops import low_half, product
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import finish, finish_split, row_numbers
 from lp_fa4.sm90.forward_producer import key_tiles
@@ -33,23 +32,12 @@ from lp_fa4.sm90.forward_softmax import (
     start_state,
     take_tile,
 )
+from lp_fa4.sm90.wgmma import issue, low_half, product
 from lp_fa4.sm90.worklist import FIELDS
 
 TURN = 2  # first of two named barriers
 K_FULL, K_EMPTY, V_FULL, V_EMPTY = range(4)
 """A stage's barriers: in this order, all stages of one behind one another (``forward_kernel``)."""
-
-
-@cute.jit
-def issue(mma, accumulator, a, b):
-    """Start ``accumulator = a @ b`` (from zero) as one wgmma group."""
-    warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, False)
-    for i in cutlass.range_constexpr(cute.size(a.shape[2])):
-        cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 @cute.jit

@@ -23,10 +23,11 @@ from lp_fa4.common.sequence import find_sequence
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.forward_config import FEW_KEYS as KEYS
 from lp_fa4.sm90.forward_config import FewSpec
-from lp_fa4.sm90.forward_consumer import issue, visible_factor
+from lp_fa4.sm90.forward_consumer import visible_factor
 from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
 from lp_fa4.sm90.forward_turn import load_block, loaded_from, selector_of, store_block, stored_to
 from lp_fa4.sm90.transpose import load16
+from lp_fa4.sm90.wgmma import issue
 
 THREADS = 128
 READ_ONCE = 0x12F0000000000000
