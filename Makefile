@@ -23,7 +23,7 @@ lint: $(VENV)/.ready
 # for one data file it ships; none of its code is imported.
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[kernels,torchrec-cpu,test]'
 	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0 recbole==1.2.1
 	touch $@
