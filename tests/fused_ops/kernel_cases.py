@@ -429,6 +429,18 @@ def weight(
     return Case(f"projection_weight {heads}x{rows}x{columns} {form} {width} {rotate}", arch, None, call, verify)
 
 
+def uneven(q: Tensor, w: Tensor, kind: str) -> None:
+    """Queries ``[rows, heads, D]`` and key weights ``[heads * D, C]`` made hard to balance, in place; ``kind`` "random": left."""
+    if kind == "lopsided":
+        q[..., : q.shape[2] // 2] *= 4
+        w.unflatten(0, (q.shape[1], 2, -1))[:, 1] *= 4
+    elif kind == "one channel":
+        q[..., 1:] = 0
+        w *= 1e4
+    elif kind == "overflow":
+        q[-1, 0, 3] = 1e30
+
+
 def coordinates(
     arch: str,
     rows: int,
@@ -448,14 +460,7 @@ def coordinates(
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(rows, heads * width + apart, generator=generator)[:, : heads * width].unflatten(1, (heads, width))
     w, gain = torch.randn(heads * width, columns, generator=generator), torch.rand(columns, generator=generator) + 0.5
-    if kind == "lopsided":
-        q[..., : width // 2] *= 4
-        w.unflatten(0, (heads, 2, -1))[:, 1] *= 4
-    elif kind == "one channel":
-        q[..., 1:] = 0
-        w *= 1e4
-    elif kind == "overflow":
-        q[1, 0, 3] = 1e30
+    uneven(q, w, kind)
     w = w.to(getattr(torch, dtype))
 
     def call():

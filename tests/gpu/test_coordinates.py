@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fused_ops import balanced_coordinates
+from tests.fused_ops.kernel_cases import uneven
 from tests.gpu.problems import DEVICE, poison
 
 pytestmark = pytest.mark.gpu
@@ -11,14 +12,7 @@ pytestmark = pytest.mark.gpu
 
 def problem(rows, heads, width, columns, dtype=torch.bfloat16, kind="random"):
     q, w = torch.randn(rows, heads, width, device=DEVICE), torch.randn(heads * width, columns, device=DEVICE)
-    if kind == "lopsided":
-        q[..., : width // 2] *= 4
-        w.unflatten(0, (heads, 2, -1))[:, 1] *= 4
-    elif kind == "one channel":
-        q[..., 1:] = 0
-        w *= 1e4
-    elif kind == "overflow":
-        q[0, 0, 3] = 1e30
+    uneven(q, w, kind)
     return q, w.to(dtype), (torch.rand(columns, device=DEVICE) + 0.5).to(dtype)
 
 
