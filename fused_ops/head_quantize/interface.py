@@ -9,7 +9,8 @@ from lp_fa4.mx import MXTensor
 
 
 def head_quantize(x: Tensor, *, backend: str = "auto") -> MXTensor:
-    """MXFP8 of ``x [T, H, D]`` in static blocks ``(0, D)``: a head's exponent is the smallest under which none of its rows clips.
+    """MXFP8 of ``x [T, H, D]``, ``D`` at most 256, in static blocks ``(0, D)``: a head's exponent is the smallest under which none of its
+    elements clips and the magnitudes of no row's codes sum to more than 146, so that their product with any codes is in FP16's range.
 
     ``backend``: ``"auto"``, ``"reference"``, ``"sm90"`` or ``"sm100"``; the bytes are the same.
 
@@ -17,8 +18,8 @@ def head_quantize(x: Tensor, *, backend: str = "auto") -> MXTensor:
     """
     if not x.dtype.is_floating_point or x.element_size() == 1:
         raise TypeError(f"x has dtype {x.dtype}; allowed are float32, float64, bfloat16 and float16")
-    if x.dim() != 3 or x.numel() == 0:
-        raise ValueError(f"x has shape {list(x.shape)}; it must be [rows, heads, D] with at least one of each")
+    if x.dim() != 3 or x.numel() == 0 or x.shape[2] > 256:
+        raise ValueError(f"x has shape {list(x.shape)}; it must be [rows, heads, D] with at least one of each, D at most 256")
     reason = "" if x.shape[2] % 4 == 0 else f"x has {x.shape[2]} columns a head; the kernel serves multiples of 4"
     if x.dtype != torch.float32:
         reason = f"x has dtype {x.dtype}; the kernel serves float32"

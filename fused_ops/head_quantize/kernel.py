@@ -1,4 +1,4 @@
-"""``head_quantize`` in one launch: a CTA a head reads its rows twice, for the maximum and, from cache, for the codes.
+"""``head_quantize`` in one launch: a CTA a head reads its rows three times: for the maximum and, from cache, for sums and codes.
 
 There are as many rows as seeds, once a step: what counts is the one launch in place of some thirty of plain PyTorch.
 """
@@ -7,16 +7,28 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
+from cutlass.cutlass_dsl import T
 from torch import Tensor
 
+from fused_ops.head_quantize.reference import ROW_LIMIT, SHIFTS, UNITS
 from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite
-from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, warp_max
+from lp_fa4.common.numbers import absolute, byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max, warp_max
 from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, symbol
 
 THREADS = 1024
 WARPS = THREADS // 32
 AHEAD = 8
 """Pieces of four elements that a thread asks for at once; past the end, the last one again (the same code to the same place)."""
+
+
+def truncated(x):
+    """FP32 to Int32 towards 0; a NaN is 0."""
+    return Int32(inline_ptx(T.i32(), [x], "cvt.rzi.s32.f32 $0, $1;", "=r,f"))
+
+
+def warp_sum(x):
+    """Sum of a warp's Int32."""
+    return Int32(inline_ptx(T.i32(), [x], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", side_effects=True))
 
 
 class HeadQuantize:
@@ -40,11 +52,17 @@ class HeadQuantize:
             for values in pieces:
                 for i in cutlass.range_constexpr(4):
                     top = magnitude_max(top, values[i])
-        top = warp_max(top)
-        if tid % 32 == 0:
-            maxima[tid // 32] = top
+        byte = cutlass.min(byte_of_amax_bits(self.largest(maxima, top, tid)), 254)
+        inverse, units = inverse_of_byte(byte), Int32(0)
+        for base in cutlass.range(tid // 32, Int32(x.shape[0]), AHEAD * WARPS, unroll=1):
+            rows = [cutlass.min(base + i * WARPS, Int32(x.shape[0]) - 1) for i in range(AHEAD)]
+            for pieces in [self.row(x, row, head, tid % 32) for row in rows]:
+                units = cutlass.max(units, warp_sum(self.units(pieces, inverse, tid % 32)))
         cute.arch.sync_threads()
-        byte = cutlass.min(byte_of_amax_bits(warp_max(maxima[tid % 32])), 254)
+        units = self.largest(maxima, units, tid)
+        for i in cutlass.range_constexpr(SHIFTS):
+            byte += Int32(units > (ROW_LIMIT * UNITS << i))
+        byte = cutlass.min(byte, 254)
         if tid == 0:
             scale[head] = Uint8(byte)
         inverse = inverse_of_byte(byte)
@@ -55,6 +73,29 @@ class HeadQuantize:
                 word[0] = Uint32(e4m3x4(*[nan_unless_finite(values[i] * inverse) for i in range(4)]))
                 pointer = cute.make_ptr(Uint32, self.address(codes, at, head), cute.AddressSpace.gmem, assumed_align=4)
                 cute.autovec_copy(word, cute.make_tensor(pointer, cute.make_layout(1)))
+
+    @cute.jit
+    def largest(self, maxima: cute.Tensor, value: Int32, tid: Int32) -> Int32:
+        """Maximum of a non-negative value over the CTA."""
+        value = warp_max(value)
+        if tid % 32 == 0:
+            maxima[tid // 32] = value
+        cute.arch.sync_threads()
+        return warp_max(maxima[tid % 32])
+
+    def row(self, x: cute.Tensor, row: Int32, head: Int32, lane: Int32) -> list[cute.Tensor]:
+        """A lane's fours of a row, the last one of the row where it has none."""
+        places = [cutlass.min(lane + first, self.quads - 1) for first in range(0, self.quads, 32)]
+        return [self.four(x, row * self.quads + at, head) for at in places]
+
+    def units(self, pieces: list[cute.Tensor], inverse: Float32, lane: Int32) -> Int32:
+        """Their magnitudes in units of the definition, 0 for what is not the lane's own or not finite."""
+        found = Int32(0)
+        for first, piece in zip(range(0, self.quads, 32), pieces, strict=True):
+            count = Float32(UNITS) if first + 32 <= self.quads else Float32(UNITS) * Float32(lane + first < self.quads)
+            for i in range(4):
+                found += truncated(nan_unless_finite(absolute(piece[i]) * inverse * count))
+        return found
 
     def four(self, x: cute.Tensor, at: Int32, head: Int32) -> cute.Tensor:
         """Elements ``4 * at`` … of the head's rows laid end to end."""
