@@ -138,6 +138,7 @@ class Product:
         k = self.k * k_steps
         self.a_bits, a_values = numbers(rng, 64, k, a)
         b_bits, b_values = numbers(rng, n, k, b)
+        self.a_values, self.b_values = a_values, b_values
         self.answer = a_values @ b_values.T
         b_bytes, b_step = placed(b_bits, swizzle, b_mn)
         a_bytes, a_step = placed(self.a_bits, swizzle, a_mn)
@@ -223,10 +224,30 @@ def test_accumulators_that_go_in():
     assert np.array_equal(p.execute(start + FENCE + p.mma(accumulate=1) + COMMIT + WAIT), p.answer + 2)
 
 
-@pytest.mark.parametrize("kind", ["f16", "e4m3"])
-def test_f16_accumulators(kind):
-    p = Product(24, kind)
-    assert np.array_equal(p.execute(FENCE + p.mma(d="f16") + COMMIT + WAIT, d="f16"), p.answer.astype(np.float16))
+@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize(("kind", "n"), [("f16", 24), ("e4m3", 8), ("e4m3", 64), ("e4m3", 128), ("e4m3", 136), ("e4m3", 256), ("e5m2", 40)])
+def test_f16_accumulators(kind, n, registers):
+    """Pairs of columns, the first in the lower half, in half of the registers."""
+    p = Product(n, kind, swizzle=32, registers=registers)
+    want = p.answer.astype(np.float16)
+    for fidelity in (None, Fidelity(fp8_accumulator_bits=14)):  # exact either way: multiples of 1/16 below 128
+        assert np.array_equal(p.execute(FENCE + p.mma(d="f16") + COMMIT + WAIT, d="f16", fidelity=fidelity), want)
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_f16_accumulators_are_rounded_by_each_product(schedule):
+    """About 1,000 the step of FP16 is 1/2 and that of a product 1/16: each of four roundings is seen in the result."""
+    p, n = Product(64, "e4m3", k_steps=4, seed=3), 64
+    a, b = p.a_values, p.b_values
+    want = np.full((64, n), 1001.5, np.float16)
+    once = want + p.answer
+    for k in range(0, 128, 32):
+        want = (want.astype(np.float64) + a[:, k : k + 32] @ b[:, k : k + 32].T).astype(np.float16)
+    assert (once.astype(np.float16) != want).mean() > 0.2
+    start = "".join(f"mov.b32 {r}, 0x63D363D3;\n" for r in accumulators(n // 4))
+    chain = "".join(p.mma(s, accumulate=1, d="f16") for s in range(4))
+    got = p.execute(start + FENCE + chain + COMMIT + WAIT, d="f16", schedule=schedule, check=True)
+    assert np.array_equal(got, want)
 
 
 # --- wgmma: time ----------------------------------------------------------------------------------------------------
@@ -363,13 +384,39 @@ def test_narrow_sums_need_two_levels():
     assert np.array_equal(long_sum(4, 4, narrow)[0] <= long_sum(4, 4, None)[0], np.ones((64, 8), bool))
 
 
+def summed(pairs, c=None, bits=14, d="f32", formats=("e4m3", "e4m3")):
+    """The narrow sum of the products of pairs of numbers."""
+    a, b = np.array(pairs, np.float32).T
+    return float(narrow_product(a[None], b[None], None if c is None else np.array([[c]], np.float32), bits, formats, d)[0, 0])
+
+
 def test_narrow_product_on_given_numbers():
-    """Largest term 8 = 2^3 with 4 bits: everything is cut to multiples of 2^(4 - 4) = 1, towards zero."""
-    a = np.array([[2.0, 1.0, -1.0, 0.5]], np.float32)
-    b = np.array([[4.0, 1.75, 1.75, 1.0]], np.float32)
-    assert narrow_product(a, b, None, 4)[0, 0] == 8 + 1 - 1 + 0
-    assert narrow_product(a, b, np.array([[-3.75]], np.float32), 4)[0, 0] == 8 + 1 - 1 + 0 - 3
-    assert narrow_product(a, b, np.array([[100.0]], np.float32), 24)[0, 0] == 108.5
+    """Largest term 8 = 2^3 with 4 bits: everything is cut to multiples of 2^(3 - 3) = 1, towards zero."""
+    pairs = [(2.0, 4.0), (1.0, 1.75), (-1.0, 1.75), (0.5, 1.0)]
+    assert summed(pairs, bits=4) == 8 + 1 - 1 + 0
+    assert summed(pairs, -3.75, bits=4) == 8 + 1 - 1 + 0 - 3
+    assert summed(pairs, 100.0, bits=24) == 108.5
+    # a product's exponent is that of its factors: 2.25 = 1.5 1.5 stands at 2^0, so 0.25 beside it stays; the sum 2.5 is then cut to 3 bits
+    assert summed([(1.5, 1.5), (0.5, 0.5)], bits=3) == 2.5 and summed([(1.5, 1.5)], bits=3) == 2.0
+    assert summed([(1.125, 1.0)] * 5, bits=4) == 5.5  # 5.625: nothing is cut before the sum
+    # codes below the smallest normal one stand at its exponent, 2^-6 (E5M2: 2^-14), not at their own
+    assert summed([(2.0**-9, 1.0), (2.0**-9, 1.75)], bits=4) == 2.0**-9 + 2.0**-9
+    assert summed([(2.0**-9, 1.0), (2.0**-9, 1.75)], bits=4, formats=("e5m2", "e4m3")) == 2.75 * 2.0**-9
+    assert np.isnan(summed([(np.nan, 0.0)])) and np.isnan(summed([(1.0, 1.0)], np.nan, d="f16"))
+
+
+def test_narrow_product_to_f16_on_given_numbers():
+    """Cut off as for FP32, then one rounding to the nearest, ties to even."""
+    for sign in (1, -1):
+        assert summed([(sign, 1.0)], sign * 2048.0, d="f16") == sign * 2048
+        assert summed([(sign, 1.0)], sign * 2050.0, d="f16") == sign * 2052
+        assert summed([(sign, 448.0)], sign * 65056.0, d="f16") == sign * 65504
+        with np.errstate(over="ignore"):
+            assert summed([(sign, 16.0)], sign * 65504.0, d="f16") == sign * np.inf  # half a step past the largest number
+        assert summed([(sign, 8.0)], sign * 65504.0, d="f16") == sign * 65504
+    assert summed([(1.0, 0.5), (0.25, 0.25)], 1024.0, d="f16") == 1024  # 2^-4 beside 2^10 is cut: a tie is left
+    assert summed([(1.0, 0.5), (0.25, 0.5)], 1024.0, d="f16") == 1025  # 2^-3 is not
+    assert summed([(2.0**-9, 2.0**-9)], 3 * 2.0**-24, d="f16") == 2.0**-18 + 3 * 2.0**-24  # subnormal numbers, exact
 
 
 # --- wgmma: refusals ------------------------------------------------------------------------------------------------

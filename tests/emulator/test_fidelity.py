@@ -50,7 +50,7 @@ def test_ex2_error_is_bounded_reproducible_and_zero_at_integers():
     assert torch.equal(apply(op, whole, Fidelity(ex2_ulp=2)), torch.exp2(whole))
 
 
-@pytest.mark.parametrize("wrong", [{"fp8_accumulator_bits": 99}, {"ex2_ulp": -1}])
+@pytest.mark.parametrize("wrong", [{"fp8_accumulator_bits": 99}, {"half_accumulator_bits": -1}, {"ex2_ulp": -1}])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Fidelity(**wrong)

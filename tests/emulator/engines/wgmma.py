@@ -10,8 +10,8 @@ rows ``lane // 4`` and ``+ 8``. Accumulator element i of a thread: row ``+ 8 (i 
 ``8 (i // 4) + 2 (lane % 4) + i % 2``. A from registers: register r has row ``+ 8 (r % 2)`` and the ``32 / bits`` elements
 from ``k = (128 / bits) (r // 2) + (32 / bits) (lane % 4)`` on.
 
-Sums are FP32 in an order of NumPy's choice. With ``fidelity.fp8_accumulator_bits`` FP8 products keep that many bits:
-products and accumulator are cut off, towards zero, at that many bits under the largest of them, as measured on Hopper.
+Sums are FP32 in an order of NumPy's choice; FP16 accumulators are rounded once an instruction, to the nearest, ties to even. With
+``fidelity.fp8_accumulator_bits`` and ``half_accumulator_bits`` they are summed as Hopper does it (``narrow_product``).
 """
 
 from __future__ import annotations
@@ -207,9 +207,9 @@ class Product:
         if s.sign < 0:
             a = -a
         c = self._accumulator() if self.accumulate else None
-        bits = getattr(g.machine.fidelity, "fp8_accumulator_bits", 0) if s.element == 1 else 0
+        bits = getattr(g.machine.fidelity, "fp8_accumulator_bits" if s.element == 1 else "half_accumulator_bits", 0)
         if bits:
-            d = narrow_product(a, b, c, bits)
+            d = narrow_product(a, b, c, bits, (s.a, s.b), s.d)
         else:
             d = a @ b.T
             if c is not None:
@@ -218,21 +218,43 @@ class Product:
         self.done = True
 
 
-def narrow_product(a: np.ndarray, b: np.ndarray, c: np.ndarray | None, bits: int) -> np.ndarray:
-    """``a [M, K] @ b [N, K].T + c`` where products and ``c`` are cut at ``bits`` bits under the largest of them.
+#: smallest exponent of a normal number: below it the significand is not normalized
+_SMALLEST = {"e4m3": -6, "e5m2": -14, "f16": -14, "bf16": -126, "f32": -126}
+_ZERO = -(1 << 10)
 
-    The fixed-point adder of Hopper's FP8 path as DeepSeek-V3 (2024, section 3.3.2) describes it: mantissas are aligned by
-    right-shifting to the largest exponent, some 14 bits survive.
+
+def _exponents(x: np.ndarray, fmt: str) -> np.ndarray:
+    """Exponent of each element as the multiplier sees it (subnormal numbers: that of the smallest normal one)."""
+    return np.maximum(np.frexp(x)[1] - 1, _SMALLEST[fmt])
+
+
+def narrow_product(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray | None, bits: int, formats: tuple[str, str] = ("e4m3", "e4m3"), d: str = "f32"
+) -> np.ndarray:
+    """``a [M, K] @ b [N, K].T + c`` as Hopper's tensor core sums it, of ``formats``, to ``d``.
+
+    Significands are aligned to the largest exponent of the summands and cut off, towards zero, ``bits - 1`` places behind its point
+    (FP8: DeepSeek-V3, 2024, section 3.3.2: some 14 bits survive); a product's exponent is the sum of its factors', so it may stand one
+    higher than that. The sum of all is exact. To FP32 it is cut off again at ``bits`` significant bits, at most 24; to FP16 it is
+    rounded to the nearest, ties to even. (Xie et al., "MMA-Sim", 2025: exponents, cuts and roundings; the H200's numbers:
+    ``test_hardware.py``.)
     """
-    out = np.empty((a.shape[0], b.shape[0]), f32)
+    left, right = _exponents(a, formats[0]), _exponents(b, formats[1])
+    out = np.empty((a.shape[0], b.shape[0]), f64)
     for row in range(a.shape[0]):
-        products = (a[row].astype(f64) * b).T  # [K, N]
+        products = a[row].astype(f64) * b  # [N, K]
+        largest = np.where(products == 0, _ZERO, left[row] + right).max(1)
         if c is not None:
-            products = np.concatenate([products, c[row : row + 1]], 0)
-        largest = np.abs(products).max(0)
-        unit = np.exp2(np.frexp(largest)[1].astype(f64) - bits)
-        out[row] = (np.trunc(products / unit) * unit).sum(0)
-    return out
+            largest = np.maximum(largest, np.where(c[row] == 0, _ZERO, _exponents(c[row], d)))
+        unit = np.exp2(np.maximum(largest, 2 * _SMALLEST["f32"]).astype(f64) - (bits - 1))
+        out[row] = np.trunc(products / unit[:, None]).sum(1)
+        if c is not None:
+            out[row] += np.trunc(c[row] / unit)
+        out[row] *= unit
+    if d == "f16":
+        return out.astype(f16).astype(f32)
+    unit = np.exp2(_exponents(out, d).astype(f64) - (min(bits, 24) - 1))
+    return (np.trunc(out / unit) * unit).astype(f32)
 
 
 # --- instructions --------------------------------------------------------------------------------------------------
