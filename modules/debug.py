@@ -98,15 +98,8 @@ def _query_inputs(a: Mapping[str, Any]) -> Iterator[Seen]:
 
 
 def _queries(a: Mapping[str, Any], result: Tensor, shadow: bool) -> Iterator[Seen]:
-    yield from named([result], "q")
-
-
-def _rounded_inputs(a: Mapping[str, Any]) -> Iterator[Seen]:
-    yield Seen("x", a["x"])
-
-
-def _rounded(a: Mapping[str, Any], result: Tensor, shadow: bool) -> Iterator[Seen]:
-    yield Seen("rounded", result, shadow=a["x"] if shadow else None, rounded=True)
+    seeds, weight, proj = (a[name].to(torch.float32) for name in ("seeds", "norm_weight", "proj"))
+    yield from named([result], "q", shadow=rms_norm(seeds, weight, a["eps"]) @ proj.t() if shadow else None)
 
 
 def _plain_inputs(a: Mapping[str, Any]) -> Iterator[Seen]:
@@ -141,6 +134,5 @@ describe("modules::pma_attention_backward", _backward_inputs, _backward)
 describe("modules::pma_weight_gradients", _nothing, _weights)
 describe("modules::pma_input_gradients", _nothing, _events)
 describe("modules::project_queries", _query_inputs, _queries)
-describe("modules::round_mxfp8", _rounded_inputs, _rounded)
 describe("modules::jagged_attention", _plain_inputs, _plain)
 describe("modules::jagged_attention_backward", _plain_backward_inputs, _plain_backward)

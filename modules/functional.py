@@ -8,9 +8,9 @@ from lp_fa4.problem import check_head_dim
 from modules.bf16 import pma_bf16
 from modules.mxfp8 import pma_attention
 from modules.numerics import Numerics
-from modules.queries import query_heads, round_mxfp8
+from modules.queries import query_heads
 
-__all__ = ["check_backend", "pma_bf16", "pma_mxfp8", "query_heads", "round_mxfp8"]
+__all__ = ["check_backend", "pma_bf16", "pma_mxfp8", "query_heads"]
 
 BF16_BACKENDS = ("auto", "fa4", "sdpa")
 MX_BACKENDS = ("auto", *dispatch.BACKENDS)

@@ -11,35 +11,28 @@ from modules.coordinates import transform_heads
 from modules.numerics import Numerics
 
 
-@custom_op("modules::round_mxfp8", mutates_args=())
-def round_mxfp8(x: Tensor) -> Tensor:
-    """``x [T, C]`` rounded to MXFP8 in 32×32 blocks and back to FP32. No gradient."""
-    return quantize_mx(x).dequantize()
-
-
-@round_mxfp8.register_fake
-def _(x):
-    return x.new_empty(x.shape, dtype=torch.float32)
+def _normed(seeds: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(seeds.to(torch.float32), seeds.shape[1:], norm_weight.to(torch.float32), eps)
 
 
 @custom_op("modules::project_queries", mutates_args=())
-def project_queries(seeds: Tensor, norm_weight: Tensor, proj: Tensor, eps: float) -> Tensor:
-    """``RMSNorm(seeds) @ Wq^T``, ``[Q, dim]`` FP32.
+def project_queries(seeds: Tensor, norm_weight: Tensor, proj: Tensor, eps: float, rounded: bool) -> Tensor:
+    """``RMSNorm(seeds) @ Wq^T``, ``[Q, dim]`` FP32; both operands in MXFP8 if ``rounded``, which the gradient passes straight through.
 
     One operator, so that no compiler puts its sums in another order: coordinates are chosen from all bits of the queries, and would make a
     module that is compiled one of other roundings.
     """
-    qn = F.rms_norm(seeds.to(torch.float32), seeds.shape[1:], norm_weight.to(torch.float32), eps)
-    return F.linear(qn, proj.to(torch.float32))
+    operands = _normed(seeds, norm_weight, eps), proj.to(torch.float32)
+    return F.linear(*(quantize_mx(x).dequantize() for x in operands) if rounded else operands)
 
 
 @project_queries.register_fake
-def _(seeds, norm_weight, proj, eps):
+def _(seeds, norm_weight, proj, eps, rounded):
     return seeds.new_empty((seeds.shape[0], proj.shape[0]), dtype=torch.float32)
 
 
 def _project_setup(ctx, inputs, output):
-    *tensors, ctx.eps = inputs
+    *tensors, ctx.eps, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -52,7 +45,7 @@ def _project_backward(ctx, dq):
     d_normed = d_scaled * weight
     d_seeds = rstd * (d_normed - normed * (d_normed * normed).mean(dim=-1, keepdim=True))
     d_proj = dq.t() @ (normed * weight)
-    return d_seeds.to(seeds.dtype), (d_scaled * normed).sum(dim=0).to(norm_weight.dtype), d_proj.to(proj.dtype), None
+    return d_seeds.to(seeds.dtype), (d_scaled * normed).sum(dim=0).to(norm_weight.dtype), d_proj.to(proj.dtype), None, None
 
 
 project_queries.register_autograd(_project_backward, setup_context=_project_setup)
@@ -61,19 +54,11 @@ project_queries.register_autograd(_project_backward, setup_context=_project_setu
 def query_heads(seeds: Tensor, norm_weight: Tensor, proj: Tensor, heads: int, eps: float, numerics: Numerics | None) -> Tensor:
     """``RMSNorm(seeds) @ Wq^T`` as ``[Q, H, D]`` FP32, before its coordinates are chosen and it is quantized; differentiable.
 
-    There are ``Q`` rows, once a step, so FP32 costs nothing; and with no rounding before the one to E4M3 a compiler that keeps
-    intermediates in FP32 cannot change the codes. With ``query_projection="e4m3"`` the forward product takes both operands in MXFP8;
-    its gradient passes straight through to the FP32 product. ``numerics=None`` is BF16 attention.
+    There are ``Q`` rows, once a step, so FP32 costs nothing. With ``query_projection="e4m3"`` the forward product takes both operands in
+    MXFP8. ``numerics=None`` is BF16 attention.
     """
-    if numerics is not None and numerics.coordinates == "balanced" and numerics.query_projection == "fp32":
-        return project_queries(seeds, norm_weight, proj, eps).unflatten(1, (heads, -1))
-    s = seeds.to(torch.float32)
-    qn = s * torch.rsqrt(s.square().mean(dim=-1, keepdim=True) + eps) * norm_weight.to(torch.float32)
-    q = F.linear(qn, proj.to(torch.float32))
-    if numerics is not None and numerics.query_projection == "e4m3":
-        low = F.linear(round_mxfp8(qn.detach()), round_mxfp8(proj.detach().to(torch.float32)))
-        q = q + (low - q.detach())
-    return q.unflatten(1, (heads, -1))
+    rounded = numerics is not None and numerics.query_projection == "e4m3"
+    return project_queries(seeds, norm_weight, proj, eps, rounded).unflatten(1, (heads, -1))
 
 
 def turn(q: Tensor, numerics: Numerics, matrices: Tensor | None = None) -> Tensor:

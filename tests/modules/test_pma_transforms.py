@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
@@ -13,9 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import lp_fa4.reference
 from lp_fa4.sm90 import backward_host
-from modules import Numerics, bf16, functional, mxfp8
-from modules.queries import project_queries, query_heads
+from modules import Numerics, bf16, mxfp8
+from modules.queries import project_queries
 from tests.conftest import offsets_of
+from tests.fused_ops.common import db
 from tests.modules.common import DIM, HEADS, SEEDS, assert_identical, batch, exact, make, ratios, run, weights_of
 
 KINDS = [dict(), dict(value_proj=True, numerics="post"), dict(precision="bf16", value_proj=True)]
@@ -36,13 +38,17 @@ def test_operator(numerics, value_proj, tokens):
 def test_other_operators():
     q, k, v = (torch.randn(n, 2, 32).requires_grad_() for n in (40, 90, 90))
     opcheck(bf16.jagged_attention, (q, k, v, offsets_of([50, 0, 37])))
-    opcheck(functional.round_mxfp8, (torch.randn(40, 64),))
     arguments = [torch.randn(*shape).requires_grad_() for shape in ((40, 64), (64,), (64, 64))]
-    opcheck(project_queries, (*arguments, 1e-6))
-    gradients = torch.autograd.grad(project_queries(*arguments, 1e-6).square().sum(), arguments)
-    plain = query_heads(*arguments, 2, 1e-6, Numerics(coordinates="plain")).flatten(1)
-    for mine, theirs in zip(gradients, torch.autograd.grad(plain.square().sum(), arguments), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+    seeds, weight, proj = arguments
+    formula = F.linear(F.rms_norm(seeds, weight.shape, weight, 1e-6), proj)
+    dq = torch.randn_like(formula)
+    want = torch.autograd.grad(formula, arguments, dq)
+    for rounded in (False, True):
+        opcheck(project_queries, (*arguments, 1e-6, rounded))
+        got = project_queries(*arguments, 1e-6, rounded)
+        assert (db(got, formula) < 35) == rounded and db(got, formula) > 25  # E4M3's 31 to 32 dB an operand
+        for mine, theirs in zip(torch.autograd.grad(got, arguments, dq), want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", KINDS)
