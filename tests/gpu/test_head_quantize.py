@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fused_ops import head_quantize
+from fused_ops.head_quantize.reference import ROW_SUM
 from tests.gpu.problems import DEVICE, poison
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +20,22 @@ def test_bytes(rows, heads, width, bad):
     for rows_of in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
         got, want = head_quantize(rows_of), head_quantize(rows_of, backend="reference")
         assert torch.equal(got.codes, want.codes) and torch.equal(got.scale_bytes, want.scale_bytes)
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("kind", ["constant", "up", "one", "spread"])
+def test_sums(width, kind):
+    """Rows at the bound on sums: the reference's bytes, and no row past it."""
+    size = torch.exp2(torch.randint(-30 if kind == "spread" else -2, 3, (300, 4, width), device=DEVICE).float())
+    x = {
+        "constant": torch.linspace(0.5, 4, 300, device=DEVICE)[:, None, None].expand(300, 4, width),
+        "up": 1.0626 * size,
+        "one": torch.randn(300, 4, 1, device=DEVICE) * (torch.arange(width, device=DEVICE) == 5),
+        "spread": 1.0626 * size,
+    }[kind] * torch.exp2(torch.arange(4, device=DEVICE) * 30.0 - 60)[:, None]
+    got, want = head_quantize(x), head_quantize(x, backend="reference")
+    assert torch.equal(got.codes, want.codes) and torch.equal(got.scale_bytes, want.scale_bytes)
+    assert got.payload.double().abs().sum(dim=2).max() <= ROW_SUM
 
 
 def test_graph_replays_on_other_values():
