@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .codegen import SIZE_OF_TYPE, VIEW_OF_TYPE, Codegen, alu, only
+from .numerics import u16, u32
 from .ptx import SINK, FloatImm, Imm, Instr, Mem, Pair, Reg, Sym, Vec
 
 _INT = "u16 s16 u32 s32 u64 s64 b16 b32 b64"
@@ -41,7 +44,7 @@ def _add(c: Codegen, I: Instr) -> list[str]:
         narrow = f"bf16_to_f32({c.val(A[1], 'H')})" if t == "bf16" else f"{c.val(A[1], 'H')}.view(f16).astype(f32)"
         return c.assign(A[0], f"np.{name}({narrow},{c.val(A[2], 'F')})", "F")
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
-        return _half(c, I, {"add": "a+b", "sub": "a-b"}[op])
+        return _half(c, I, {"add": "{a}+{b}", "sub": "{a}-{b}"}[op])
     only(I, f"{_INT} rn rm rp f32 f64 ftz")
     view = VIEW_OF_TYPE[t]
     if "rm" in I.parts or "rp" in I.parts:
@@ -52,27 +55,29 @@ def _add(c: Codegen, I: Instr) -> list[str]:
     return c.ufunc(name, view, I, A[1], A[2]) + _flush(c, I)
 
 
+def _halves(c: Codegen, x: Any, t: str) -> str:
+    """Operand of type f16, bf16 or a pair of either as an array of its elements, f16 or float32 (bf16); a pair's lie side by side."""
+    dtype, packed = "u16" if t.startswith("bf") else "f16", t.endswith("x2")
+    if isinstance(x, Reg) or not packed:
+        elements = f"{c.val(x, 'U' if packed else 'H')}.view({dtype})"
+    else:
+        pair = np.array([x.value & 0xFFFFFFFF], u32).view(u16)
+        elements = f"np.tile({c.named(('pair', x.value), pair)},g.W).view({dtype})"
+    return f"bf16_to_f32({elements})" if t.startswith("bf") else elements
+
+
 def _half(c: Codegen, I: Instr, expression: str) -> list[str]:
-    """Element-wise arithmetic on f16/bf16, packed or not: through float32 (add, mul: exact enough for one rounding)."""
-    only(I, "rn f16x2 bf16x2 f16 bf16 ftz NaN")
+    """Element-wise arithmetic on f16/bf16, packed or not: f16 as NumPy rounds it, once (add, mul: by way of float32, which has enough
+    bits for that), bf16 through float32."""
+    only(I, "rn f16x2 bf16x2 f16 bf16 ftz NaN relu")
     t, A = I.parts[-1], I.args
-    packed, is_bf = t.endswith("x2"), t.startswith("bf")
-    names = "abc"[: len(A) - 1]
-
-    def read(x: Any, hi: bool) -> str:
-        bits = f"(({c.val(x, 'U')}>>u32({16 if hi else 0})).astype(u16))" if packed else c.val(x, "H")
-        return f"bf16_to_f32({bits})" if is_bf else f"{bits}.view(f16).astype(f32)"
-
-    def write(e: str) -> str:
-        return f"f32_to_bf16({e})" if is_bf else f"({e}).astype(f16).view(u16)"
-
-    out, results = [], []
-    for hi in (False, True) if packed else (False,):
-        binding = ",".join(f"{n}={read(x, hi)}" for n, x in zip(names, A[1:], strict=True))
-        results.append(write(f"(lambda {','.join(names)}: {expression})(**dict({binding}))"))
-    value = f"{results[0]}.astype(u32)|({results[1]}.astype(u32)<<u32(16))" if packed else results[0]
-    out += c.assign(A[0], value, "U" if packed else "H")
-    return out
+    value = expression.format(**{n: _halves(c, x, t) for n, x in zip("abc", A[1:], strict=False)})
+    if "relu" in I.parts:
+        if I.parts[0] != "fma":
+            raise I.unsupported(f".relu of {I.parts[0]}")
+        value = f"N.clamped({value})"
+    value = f"f32_to_bf16({value})" if t.startswith("bf") else f"({value}).astype(f16,copy=False)"
+    return c.assign(A[0], f"{value}.view({'u32' if t.endswith('x2') else 'u16'})", "U" if t.endswith("x2") else "H")
 
 
 @alu("mul")
@@ -82,7 +87,7 @@ def _mul(c: Codegen, I: Instr) -> list[str]:
         only(I, "rn ftz f32x2")
         return c.pairs(A[0], f"np.multiply({c.val(A[1], 'X')},{c.val(A[2], 'X')})")
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
-        return _half(c, I, "a*b")
+        return _half(c, I, "{a}*{b}")
     only(I, f"lo hi wide rn ftz f32 f64 {_INT}")
     view = VIEW_OF_TYPE[t]
     if "lo" in I.parts or view in "FE":
@@ -135,7 +140,7 @@ def _fma(c: Codegen, I: Instr) -> list[str]:
         return c.assign(A[0], f"{a}.astype(f64)*{b}+{c.val(A[3], 'F')}", "F")
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
         # rounded once to f16; to bf16 through float32, which its conversion takes
-        return _half(c, I, "a.astype(f64)*b+c" if "bf16" not in t else "(a.astype(f64)*b+c).astype(f32)")
+        return _half(c, I, "{a}.astype(f64)*{b}+{c}" if "bf16" not in t else "({a}.astype(f64)*{b}+{c}).astype(f32)")
     only(I, "rn f32 f64 ftz")
     if t == "f64":
         return c.assign(A[0], f"{c.val(A[1], 'E')}*{c.val(A[2], 'E')}+{c.val(A[3], 'E')}", "E")
@@ -151,8 +156,7 @@ def _fma(c: Codegen, I: Instr) -> list[str]:
 def _max(c: Codegen, I: Instr) -> list[str]:
     t, A, op = I.parts[-1], I.args, I.parts[0]
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
-        nan = "NaN" in I.parts
-        return _half(c, I, f"np.{('maximum' if nan else 'fmax') if op == 'max' else ('minimum' if nan else 'fmin')}(a,b)")
+        return _half(c, I, f"N.half_{op}({{a}},{{b}},{'NaN' in I.parts})")
     only(I, f"f32 f64 ftz NaN xorsign abs relu {_INT}")
     if "relu" in I.parts:  # integers: the result is clamped at 0
         if t != "s32" or len(A) != 3:
@@ -194,7 +198,7 @@ def _lop3(c: Codegen, I: Instr) -> list[str]:
 @alu("neg")
 def _neg(c: Codegen, I: Instr) -> list[str]:
     if I.parts[-1] in ("f16x2", "bf16x2", "f16", "bf16"):
-        return _half(c, I, "-a")
+        return _half(c, I, "-{a}")
     only(I, "f32 f64 ftz s16 s32 s64")
     return c.ufunc("negative", VIEW_OF_TYPE[I.parts[-1]], I, I.args[1])
 
@@ -202,7 +206,7 @@ def _neg(c: Codegen, I: Instr) -> list[str]:
 @alu("abs")
 def _abs(c: Codegen, I: Instr) -> list[str]:
     if I.parts[-1] in ("f16x2", "bf16x2", "f16", "bf16"):
-        return _half(c, I, "np.abs(a)")
+        return _half(c, I, "np.abs({a})")
     only(I, "f32 f64 ftz s16 s32 s64")
     return c.ufunc("absolute", VIEW_OF_TYPE[I.parts[-1]], I, I.args[1])
 
@@ -421,11 +425,9 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
     if d in ("e4m3x2", "e5m2x2") and s in ("f32", "f16x2"):
         if mode != "rn" or "satfinite" not in I.parts:
             raise I.unsupported("rounding of cvt to FP8")
-        if s == "f32":
-            hi, lo = (c.val(x, "F") for x in A[1:3])
-        else:
-            v = c.val(A[1], "U")
-            hi, lo = (f"{x}.astype(u16).view(f16).astype(f32)" for x in (f"({v}>>u32(16))", v))
+        if s == "f16x2":
+            return c.assign(A[0], f"N.F16_TO_FP8['{d[:4]}'][{_halves(c, A[1], s)}.view(u16)].view(u16)", "H")
+        hi, lo = (c.val(x, "F") for x in A[1:3])
         return c.assign(A[0], f"N.f32_to_fp8x2('{d[:4]}',{hi},{lo})", "H")
     if d == "ue8m0x2" and s == "f32":
         if mode not in ("rz", "rp"):
@@ -436,9 +438,7 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
         hi, lo = (f"N.f32_to_e2m1({c.val(x, 'F')})" for x in A[1:3])
         return c.assign(A[0], f"({hi}.astype(u16)<<u16(4))|{lo}", "H")
     if s in ("e4m3x2", "e5m2x2") and d == "f16x2":
-        table = c.named(("decode", s), __import__("numpy").asarray(_decode(s[:4])))
-        v = c.val(A[1], "H")
-        return c.assign(A[0], f"({table}[{v}&u16(255)].view(u16).astype(u32)|({table}[{v}>>u16(8)].view(u16).astype(u32)<<u32(16)))", "U")
+        return c.assign(A[0], f"N.FP8_TO_F16['{s[:4]}'][{c.val(A[1], 'H')}.view(u8)].view(u32)", "U")
     if s == "ue8m0x2" and d == "bf16x2":
         v = c.val(A[1], "H")
         lo, hi = (f"f32_to_bf16(N.DECODE['ue8m0'][{x}]).astype(u32)" for x in (f"{v}&u16(255)", f"{v}>>u16(8)"))
@@ -480,14 +480,6 @@ def _cvt(c: Codegen, I: Instr) -> list[str]:
     return _widen_to_register(c, A[0], src, d)
 
 
-def _decode(fmt: str) -> Any:
-    import numpy as np
-
-    from .numerics import DECODE
-
-    return DECODE[fmt].astype(np.float16)
-
-
 def _widen_to_register(c: Codegen, dst: Reg, value: str, d: str) -> list[str]:
     """A destination register may be wider than the type: sign- or zero-extend to its class."""
     view = VIEW_OF_TYPE[d]
@@ -500,9 +492,12 @@ def _widen_to_register(c: Codegen, dst: Reg, value: str, d: str) -> list[str]:
 
 @alu("ex2")
 def _ex2(c: Codegen, I: Instr) -> list[str]:
-    if I.parts[-1] in ("f16x2", "bf16x2", "f16", "bf16"):
+    t = I.parts[-1]
+    if t in ("f16x2", "bf16x2", "f16", "bf16"):
+        if ("ftz" in I.parts) != t.startswith("bf"):
+            raise I.unsupported(f"ex2 of {t} {'with' if 'ftz' in I.parts else 'without'} .ftz")
         I.parts = [x for x in I.parts if x != "approx"]
-        return _half(c, I, "np.exp2(a)")
+        return _half(c, I, "np.exp2({a})" if t.startswith("bf") else "N.EX2_F16[{a}.view(u16)]")
     only(I, "approx ftz f32")
     if c.fidelity and c.fidelity.ex2_ulp:
         c.env["fidelity_ex2"] = c.fidelity.ex2
@@ -514,7 +509,7 @@ def _ex2(c: Codegen, I: Instr) -> list[str]:
 def _unary(c: Codegen, I: Instr) -> list[str]:
     if I.parts[-1] in ("f16x2", "bf16x2", "f16", "bf16"):
         I.parts = [x for x in I.parts if x != "approx"]
-        return _half(c, I, f"np.{dict(lg2='log2').get(I.parts[0], I.parts[0])}(a)")
+        return _half(c, I, f"np.{dict(lg2='log2').get(I.parts[0], I.parts[0])}({{a}}.astype(f32))")
     only(I, "approx rn ftz f32")
     return c.ufunc({"lg2": "log2"}.get(I.parts[0], I.parts[0]), "F", I, I.args[1]) + _flush(c, I)
 

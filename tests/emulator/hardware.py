@@ -33,6 +33,9 @@ BOUNDS = {
     "tma, wgmma fp8: normal": (2.0**-10, 0.0),  # the GPU's narrow sums, then one rounding to BF16
     "quantize, transpose": (0.0, 0.0),
     "wgmma fp8 from registers": (2.0**-10, 2.0**-23),  # attention forward: besides, exp2 and log2 are approximate on the GPU
+    "wgmma fp8: sums": (2.0**-11, 0.0),
+    "packed fp16": (0.0, 0.0),
+    "packed fp16: exponential": (2.0**-9.9, 2.0**-9.9),
     "reduce-add": (2.0**-9, 2.0**-15),  # attention backward; with FP32 sums but for the rows below
 }
 #: Rows left out of a comparison with FP32 sums: their sums' last bits decide where a code of dS falls that lies on a tie. Such a code
@@ -113,6 +116,26 @@ def _backward(place: Place, host: Any) -> dict[str, Tensor]:
     return {"dq": got.dq, "dk": got.dk, "dv": got.dv}
 
 
+def _sums(place: Place, host: Any) -> dict[str, Tensor]:
+    """FP16 and FP32 accumulators after each of four products, of hostile codes too."""
+    from . import halves
+
+    return {str(dtype).removeprefix("torch."): halves.sums("sm_90a", place, dtype) for dtype in (torch.float16, torch.float32)}
+
+
+def _packed(place: Place, host: Any) -> dict[str, Tensor]:
+    from . import halves
+
+    return {name: halves.digest(words) for name, words in halves.packed("sm_90a", place).items() if name != "exponential"}
+
+
+def _exponential(place: Place, host: Any) -> dict[str, Tensor]:
+    """2^x of every FP16 pattern."""
+    from . import halves
+
+    return {"2^x": halves.packed("sm_90a", place)["exponential"].view(torch.float16)}
+
+
 CALLS: dict[str, Callable[[Place, Any], dict[str, Tensor]]] = {
     "tma, wgmma bf16: integers": _gemm("integers", torch.bfloat16),
     "tma, wgmma bf16: normal": _gemm("normal", torch.bfloat16),
@@ -120,6 +143,9 @@ CALLS: dict[str, Callable[[Place, Any], dict[str, Tensor]]] = {
     "tma, wgmma fp8: normal": _gemm("normal", torch.float8_e4m3fn),
     "quantize, transpose": _quantize,
     "wgmma fp8 from registers": _forward,
+    "wgmma fp8: sums": _sums,
+    "packed fp16": _packed,
+    "packed fp16: exponential": _exponential,
     "reduce-add": _backward,
 }
 
@@ -140,6 +166,7 @@ def errors(arch: str, *, name: str, **fidelity: int) -> dict[str, Any]:
             g, w = got[key].double(), w.double()
             live = w.isfinite()
             assert torch.equal(g.isfinite(), live), f"{name}: {key} is finite in other places than on the GPU"
+            assert torch.equal(g[~live].nan_to_num(0.0), w[~live].nan_to_num(0.0)), f"{name}: {key} has NaN or infinity in other places"
             answer[key] = {"differ": int((g != w)[live].sum())}
             if key in FLIPPED_ROWS and not fidelity:
                 off, size = (g - w).flatten(1).norm(dim=1), w.flatten(1).norm(dim=1)

@@ -57,6 +57,29 @@ def f32_to_fp8x2(fmt: str, hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
     return _FP8_HIGH[fmt][_fp8_index(hi)] | _FP8_LOW[fmt][_fp8_index(lo)]
 
 
+#: Code of every FP16 bit pattern (uint8), as :func:`f32_to_fp8x2` gives it, and FP16 of every code.
+F16_TO_FP8 = {k: t[_fp8_index(np.arange(1 << 16, dtype=u16).view(f16).astype(f32))].astype(u8) for k, t in _FP8_LOW.items()}
+FP8_TO_F16 = {k: DECODE[k].astype(f16) for k in ("e4m3", "e5m2")}
+with np.errstate(over="ignore"):
+    #: 2^x of every FP16 bit pattern, rounded once.
+    EX2_F16 = np.exp2(np.arange(1 << 16, dtype=u16).view(f16).astype(f64)).astype(f16)
+
+
+def half_max(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
+    """``max`` of f16 (or float32 for bf16): -0 is below +0; of a number and NaN the number, or NaN with ``nan``."""
+    return np.where((a == 0) & (b == 0), a + b, (np.maximum if nan else np.fmax)(a, b))
+
+
+def half_min(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
+    """``min``, as :func:`half_max`."""
+    return -half_max(-a, -b, nan)
+
+
+def clamped(x: np.ndarray) -> np.ndarray:
+    """``.relu``: +0 for what is not above 0, NaN stays."""
+    return np.where(x <= 0, x.dtype.type(0), x)
+
+
 def f32_to_ue8m0(x: np.ndarray, up: bool, saturate: bool) -> np.ndarray:
     """``cvt.{rz,rp}{.satfinite}.ue8m0x2.f32`` on one element: the exponent of |x|, rounded down or up. Beyond 2^127:
     254 if it saturates, else 255 (NaN)."""

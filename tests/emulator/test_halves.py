@@ -1,10 +1,12 @@
 """Packed 16-bit arithmetic and its conversions, against torch, over bit patterns: each result is one rounding of the exact
 value (but for ``fma`` of bfloat16, which is rounded to float32 first)."""
 
+import numpy as np
 import pytest
 import torch
 
 from . import numerics
+from .errors import UnsupportedError
 from .test_engines_sm90 import run
 
 LOAD = "mov.u32 %r20, %ctaid.x;\nmov.u32 %r21, %ntid.x;\nmad.lo.u32 %r20, %r20, %r21, %r0;\nmul.wide.u32 %rd40, %r20, 4;\n"
@@ -41,6 +43,58 @@ def test_each_element_is_rounded_once(op, kind):
     want = torch.from_numpy(exact.numpy().astype("float16")) if kind == "f16" else exact.to(torch.bfloat16)
     got = out.view(DTYPE[kind])
     assert torch.equal(got.nan_to_num(1.5), want.nan_to_num(1.5))
+
+
+def packed(op, *words):
+    """Words (int) of one instruction on words, the operands in registers; then with the last of them in the instruction."""
+    tensors = [torch.full((1,), w - (w >> 31 << 32), dtype=torch.int32) for w in (*words, *[0] * (3 - len(words)))]
+    body = "".join(f"ld.global.b32 %r2{4 + i}, [%rd{i}];\n" for i in range(3))
+    results = []
+    for last in (f"%r2{3 + len(words)}", str(words[-1])):
+        out = torch.zeros(1, dtype=torch.int32)
+        sources = [f"%r2{4 + i}" for i in range(len(words) - 1)] + [last]
+        run(f"{body}{op} %r27, {', '.join(sources)};\nst.global.b32 [%rd3], %r27;\n", *tensors, out, block=1)
+        results.append(int(out) & 0xFFFFFFFF)
+    assert results[0] == results[1], (op, list(map(hex, results)))
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "words", "want"),
+    [
+        ("add.rn.f16x2", (0x3C004000, 0x7BFF8001), 0x7BFF4000),  # 65504 + 1; 2 - 2^-24
+        ("add.rn.f16x2", (0x4C007BFF, 0x7BFF7BFF), 0x7C007C00),  # 65504 + 16 ties to infinity
+        ("fma.rn.f16x2", (0x3C013C01, 0x3C013C01, 0xBC020000), 0x00103C02),  # (1 + 2^-10)^2 - (1 + 2^-9) = 2^-20; 1 + 2^-9 + 2^-20
+        ("fma.rn.relu.f16x2", (0x3C007E00, 0xBC003C00, 0x00003C00), 0x00007E00),  # -1 is clamped, NaN stays
+        ("max.f16x2", (0x80007E00, 0x00003C00), 0x00003C00),  # +0 is above -0; the number beside NaN
+        ("min.f16x2", (0x80007E00, 0x00003C00), 0x80003C00),
+        ("max.NaN.f16x2", (0x3C007E00, 0x40003C00), 0x40007E00),
+        ("neg.f16x2", (0x7C000000,), 0xFC008000),
+        ("abs.f16x2", (0xFC008001,), 0x7C000001),
+        ("ex2.approx.f16x2", (0x40004B80,), 0x44007800),  # 2^2; 2^15
+        ("ex2.approx.f16x2", (0x4C00CE00,), 0x7C000001),  # 2^16 is infinity, 2^-24 the smallest number
+        ("ex2.approx.f16x2", (0xFC007C00,), 0x00007C00),  # of -infinity 0
+    ],
+)
+def test_pairs_on_given_numbers(op, words, want):
+    assert packed(op, *words) == want, hex(packed(op, *words))
+
+
+@pytest.mark.parametrize("op", ["ex2.approx.ftz.f16x2", "ex2.approx.ftz.f16", "ex2.approx.bf16x2", "add.rn.relu.f16x2", "fma.rn.sat.f16x2"])
+def test_forms_that_do_not_exist_or_are_not_modelled(op):
+    body = f"{op} %r27, {'%r24, %r25, %r26' if 'fma' in op else '%r24, %r25' if 'add' in op else '%r24'};\n"
+    with pytest.raises(UnsupportedError, match=op.split(".")[0]):
+        run(body.replace("%r2", "%h") if op.endswith("f16") else body, torch.zeros(1), block=1)
+
+
+def test_exponential_of_every_half():
+    a = patterns("f16", 0)
+    out = torch.zeros_like(a)
+    run(f"{LOAD}ex2.approx.f16x2 %r27, %r24;\n{STORE}", a, a, a, out, grid=64, block=512)
+    with np.errstate(over="ignore"):
+        want = np.exp2(a.view(torch.float16).double().numpy()).astype(np.float16)
+    got = out.view(torch.float16).numpy()
+    assert np.array_equal(got, want)
 
 
 def test_conversions_over_every_half():
