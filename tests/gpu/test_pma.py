@@ -63,11 +63,16 @@ def test_against_the_reference_on_the_cpu(shape, numerics, value_proj):
     }[numerics]
     module = make(numerics=choice, value_proj=value_proj, **SHAPES[shape])
     x, offsets = events(HOSTILE, module.dim, extra=70)
-    poison()
-    got = flat(gpu_run(on_device(module), x, offsets))
+    got = as_good_as_the_reference(module, x, offsets)
     used = sum(HOSTILE)
     assert torch.equal(got["events"][used:], torch.zeros_like(got["events"][used:])), "gradient past the last offset"
     assert not got["out"][[0, 5, 11]].any(), "samples without events"
+
+
+def as_good_as_the_reference(module, x, offsets):
+    """Asserts error against FP64 of at most twice that of the CPU reference with the same choices, plus a BF16 rounding; the results."""
+    poison()
+    got = flat(gpu_run(on_device(module), x, offsets))
     x, offsets = x.cpu(), offsets.cpu()
     want = flat(run(module, x, offsets))
     truth = flat(exact(module, x, offsets))
@@ -75,6 +80,18 @@ def test_against_the_reference_on_the_cpu(shape, numerics, value_proj):
         least = -10 * torch.log10(torch.tensor(4 * 10 ** (-db(want[name], reference) / 10) + 10 ** (-BF16_DB / 10)))
         found = db(got[name].cpu(), reference)
         assert found >= float(least), f"{name}: {found:.1f} dB, the CPU reference has {db(want[name], reference):.1f}"
+    return got
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sizes", [(-30, 0), (0, -30), (-60, -60), (40, -40), (4, 0), (2, 2), (6, 0)])
+def test_weights_of_any_size(shape, sizes):
+    """Projections times powers of two: scores near 0, of the usual size from queries and keys that are not, and of a deviation of 64."""
+    module = make(numerics=Numerics(scales="static", key_projection="bf16"), **{**SHAPES[shape], "num_seeds": 70})
+    with torch.no_grad():
+        for proj, size in zip((module.query_proj, module.key_proj), sizes, strict=True):
+            proj.weight.mul_(2.0**size)
+    as_good_as_the_reference(module, *events((0, 1, 33, 300, 900), module.dim))
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 0, 0), (1,), (0, 300)])
@@ -226,9 +243,8 @@ def test_compile_serves_every_batch(options, deterministic):
             want = flat(gpu_run(module, x, offsets))
             counts[-1] = (counts[-1][0], compile_count())
             assert torch.equal(got["events"], want["events"]), trial
-            for name, value in want.items():
-                # The queries' FP32 product may be fused in another order, so a code may move: far below a rounding to E4M3.
-                assert db(got[name].cpu(), value.cpu().double()) > 40, (trial, name)
+            for name, value in want.items():  # gradients of the query side are FP32 sums, which a compiler may order otherwise
+                assert db(got[name].cpu(), value.cpu().double()) > 100, (trial, name)
     assert counts[-1] == counts[1], counts
 
 
@@ -238,7 +254,7 @@ def test_compiled_balanced_coordinates(deterministic):
     x, offsets = events(HOSTILE, module.dim)
     got = flat(gpu_run(torch.compile(module, fullgraph=True, dynamic=True), x, offsets))
     for name, value in flat(gpu_run(module, x, offsets)).items():
-        assert db(got[name].cpu(), value.cpu().double()) > 40, name  # another order of FP32 sums: few codes move
+        assert db(got[name].cpu(), value.cpu().double()) > 100, name  # the same codes; of the query side's gradients another order of sums
 
 
 def test_no_bf16_copy_of_what_is_quantized():
