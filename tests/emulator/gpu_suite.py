@@ -2,9 +2,10 @@
 
 ``python -m pytest -o addopts= -p tests.emulator.gpu_suite -m gpu tests/gpu/test_backward.py -k "jagged and bf16"``
 
-Environment: ``EMULATOR_SCHEDULE`` (``name:seed``, default eager:0), ``EMULATOR_CHECK=1`` (race checker), ``EMULATOR_LONGEST`` (sequences
-and query counts are cut to this many rows, default 140). Tests that time, use streams or graphs, or allocate for huge batches make
-no sense here; choose with ``-k``. Kernel sources must not change while it runs: the DSL reads them again when it compiles.
+Environment: ``EMULATOR_SCHEDULE`` (``name:seed``, default eager:0), ``EMULATOR_CHECK=1`` (race checker), ``EMULATOR_HOPPER=1`` (sums
+of products as an H200 makes them, ``fidelity.HOPPER``), ``EMULATOR_LONGEST`` (sequences and query counts are cut to this many rows,
+default 140). Tests that time, use streams or graphs, or allocate for huge batches make no sense here; choose with ``-k``. Kernel sources
+must not change while it runs: the DSL reads them again when it compiles.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.emulator.api import Schedule
 
 capture.install("sm_90a")
 
+from tests.emulator.fidelity import HOPPER  # noqa: E402
 from tests.emulator.ours import emulated  # noqa: E402
 from tests.gpu import problems  # noqa: E402
 
@@ -47,5 +49,6 @@ problems.Case.make = _small  # type: ignore[method-assign]
 
 @pytest.fixture(autouse=True)
 def _emulated() -> Iterator[None]:
-    with emulated(Schedule(_NAME, int(_SEED or 0)), check=os.environ.get("EMULATOR_CHECK") == "1"):
+    fidelity = HOPPER if os.environ.get("EMULATOR_HOPPER") == "1" else None
+    with emulated(Schedule(_NAME, int(_SEED or 0)), check=os.environ.get("EMULATOR_CHECK") == "1", fidelity=fidelity):
         yield
