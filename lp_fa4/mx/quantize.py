@@ -7,6 +7,14 @@
   255 every payload is 0: the block still decodes to NaN, and a neighbour whose tile overlaps it reads 0, not NaN.
 * **Static blocks.** The caller gives the exponent and vouches for the bound; there is no amax. A finite value past
   448 saturates as the hardware's conversion does, a NaN or infinity becomes the payload NaN of that element alone.
+* **Bounded rows.** Exponents may be raised until the codes of no row of a block have magnitudes that sum to more than
+  ``ROW_SUM``. Whatever E4M3 codes such a row meets, its product stays within ``448 * ROW_SUM = 65408``, in FP16's
+  range, so that attention may take its scores from FP16 sums. E4M3 loses next to nothing by it: codes are of magnitude
+  1 instead of 2^6, and what falls under its least normal number, 2^-6, is off by 2^-10 at most. (A row 2^9 smaller than
+  its block's largest is lost, as one 2^16 smaller is otherwise.) Codes do not exist before the exponent does, so the
+  sum is that of the elements, counted in whole units of 2^-9 under the exponent of the largest magnitude: integers,
+  which every device adds up alike in any order. Rounding to a code adds 1/17 at most, 2^-10 to a subnormal one;
+  ``ROW_LIMIT`` leaves room for both, and for what counting left out, up to 256 elements.
 
 All arithmetic on scales is on integer bits, so that the same input gives the same bytes on every device.
 """
@@ -23,6 +31,11 @@ E4M3_MAX = 448.0
 _MANTISSA = 0x7FFFFF
 _MANTISSA_OF_448 = 0x600000  # 448 = 1.75 * 2**8
 _INF_BITS = 0x7F800000
+ROW_SUM = 146
+ROW_LIMIT = 137
+ROW_UNITS = 2**9
+ROW_SHIFTS = 10
+"""Most that bounding rows raises an exponent: ``448 * 256 <= ROW_LIMIT * 2**ROW_SHIFTS``."""
 NAN_BYTE = 255
 
 
@@ -45,6 +58,19 @@ def encode_scale(amax: Tensor) -> Tensor:
     infinity 255.
     """
     return _byte_of_bits(_magnitude_bits(amax))
+
+
+def row_units(scaled: Tensor) -> Tensor:
+    """Magnitudes of ``x * 2**-e`` in whole units of 2^-9, int32; 0 of what is not finite."""
+    return (torch.where(scaled.isfinite(), scaled, 0.0).abs() * ROW_UNITS).to(torch.int32)
+
+
+def row_shift(units: Tensor) -> Tensor:
+    """What an exponent is raised by, int32, where a row's magnitudes sum to at most ``units`` under it."""
+    shift = torch.zeros_like(units)
+    for i in range(ROW_SHIFTS):
+        shift += (units > ROW_LIMIT * ROW_UNITS << i).to(units.dtype)
+    return shift
 
 
 def inverse_scale(byte: Tensor) -> Tensor:
@@ -125,6 +151,16 @@ def _block_bits_jagged(bits: Tensor, block: tuple[int, int], offsets: Tensor) ->
     return fine.scatter_reduce(0, fine_rows, grid[rows], reduce="amax")[:-1]
 
 
+def _block_maxima(bits: Tensor, block: tuple[int, int], offsets: Tensor | None) -> Tensor:
+    """Maxima of int32 ``[..., T, C]`` in the rows and columns of a scale tensor (a 128-token block repeats over its four rows)."""
+    if offsets is not None:
+        return _block_bits_jagged(bits, block, offsets)
+    maxima = _block_bits_dense(bits, block)
+    if block[0] != GROUP:
+        maxima = maxima.repeat_interleave(block[0] // GROUP, dim=-2)[..., : scale_rows(bits.shape[-2], None), :]
+    return maxima
+
+
 def quantize_mx(
     x: Tensor,
     block: tuple[int, int] = (32, 32),
@@ -132,6 +168,7 @@ def quantize_mx(
     *,
     token_dim: int = -2,
     exponent: int | Tensor | None = None,
+    bounded_rows: bool = False,
     validate: bool = False,
 ) -> MXTensor:
     """Quantize ``x`` to MXFP8.
@@ -147,6 +184,8 @@ def quantize_mx(
         exponent: static exponent ``e`` (payload ``x * 2**-e``): an int, or an integer tensor that expands to the
             column blocks; uint8 holds scale bytes, ``e + 127``. The caller vouches for ``|x| <= 448 * 2**e``: larger
             finite values saturate.
+        bounded_rows: the codes of a row of a block sum to at most ``ROW_SUM``. For blocks of at most 256 columns whose
+            exponents come from the data.
         validate: read the offsets' values (waits for the device) and, for a static exponent, check the bound.
 
     Returns: ``MXTensor`` with a payload like ``x`` and scales ``[..., rows, ceil(C / block[1])]`` (for ``token_dim``
@@ -173,6 +212,8 @@ def quantize_mx(
     elif block[0] == 0:
         raise ValueError(f"block is {block}, a static block, but exponent is None; give the exponent")
     _check_block(block, columns)
+    if bounded_rows and (block[0] == 0 or block[1] > 256):
+        raise ValueError(f"block is {block} with bounded_rows; allowed are (32, 32), (32, columns) and (128, columns), up to 256 columns")
     if offsets is not None:
         if axis != 0:
             raise ValueError(f"token_dim is {token_dim} for x of shape {list(x.shape)}; jagged tokens (offsets given) must be axis 0")
@@ -188,14 +229,13 @@ def quantize_mx(
     if axis == 0 and columns % width:
         pad = -(-columns // width) * width - columns
         moved = torch.nn.functional.pad(x, (0, pad)).flatten(1)
-    bits = _magnitude_bits(moved)
-    if offsets is None:
-        maxima = _block_bits_dense(bits, block)
-        if block[0] != GROUP:
-            maxima = maxima.repeat_interleave(block[0] // GROUP, dim=-2)[..., : scale_rows(moved.shape[-2], None), :]
-    else:
-        maxima = _block_bits_jagged(bits, block, offsets)
-    scale = _byte_of_bits(maxima)
+    scale = _byte_of_bits(_block_maxima(_magnitude_bits(moved), block, offsets))
+    if bounded_rows:
+        scaled = moved.to(torch.float32) * expand_scale(inverse_scale(scale), moved.shape, block, offsets, moved.dim() - 2)
+        pad = -moved.shape[-1] % width
+        units = torch.nn.functional.pad(row_units(scaled), (0, pad)).unflatten(-1, (-1, width)).sum(-1, dtype=torch.int32)
+        shift = row_shift(_block_maxima(units, (block[0], 1), offsets))
+        scale = torch.where(scale == NAN_BYTE, NAN_BYTE, (scale.to(torch.int32) + shift).clamp(max=254)).to(torch.uint8)
     scale = scale.reshape(scale.shape[0], *x.shape[1:-1], -(-columns // width)) if axis == 0 else scale.movedim(-2, axis)
     factor = expand_scale(inverse_scale(scale), x.shape, block, offsets, axis)
     payload = cast_e4m3(torch.where(factor == 0, 0.0, x.to(torch.float32) * factor))

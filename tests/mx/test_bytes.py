@@ -157,3 +157,58 @@ def test_static_exponent_bound():
 def test_input_dtypes_agree(dtype):
     x = torch.randn(70, 96).bfloat16().clamp(-4, 4).to(dtype)
     assert torch.equal(quantize_mx(x).codes, quantize_mx(x.float()).codes)
+
+
+def row_sums(x, **arguments):
+    """Sums of the magnitudes of a row's codes, a block's columns each, and the bytes."""
+    made = quantize_mx(x, bounded_rows=True, **arguments)
+    width = made.block[1]
+    return made.payload.float().abs().unflatten(-1, (-1, width)).sum(-1), made
+
+
+@pytest.mark.parametrize("block", [(32, 32), (32, 64), (128, 64), (128, 192)])
+@pytest.mark.parametrize("kind", ["normal", "sparse", "constant", "rounds up", "spread", "outlier"])
+def test_bounded_rows(block, kind):
+    """No row's codes sum to more than 146 and, of the largest row of a block, to no less than a third of it (an exponent would be wasted);
+    exponents are never below those of the plain rule."""
+    x = torch.randn(200, 192) * 2.0**-3
+    x = {
+        "normal": x,
+        "sparse": torch.where(torch.rand_like(x) < 0.01, x, 0.0),
+        "constant": torch.full_like(x, 3.7) * torch.linspace(0.5, 2, 200)[:, None],
+        "rounds up": 1.0626 * torch.exp2(torch.randint(-3, 3, x.shape).float()),
+        "spread": x * torch.exp2(torch.randint(-20, 20, (200, 1)).float()),
+        "outlier": torch.where(torch.arange(192) == 7, 300 * x, x),
+    }[kind]
+    sums, made = row_sums(x, block=block)
+    assert float(sums.max()) <= 146
+    assert bool((made.scale_bytes >= quantize_mx(x, block).scale_bytes).all())
+    largest = torch.nn.functional.pad(sums, (0, 0, 0, -200 % block[0])).unflatten(0, (-1, block[0])).amax(1)
+    assert bool(((largest >= 146 / 3) | (largest == 0)).all())
+
+
+def test_bounded_rows_of_sequences():
+    """Jagged blocks are those of each sequence alone, in ``[T, H, D]`` too."""
+    x, offsets = torch.randn(170, 3, 64) * torch.exp2(torch.arange(170) % 11.0)[:, None, None], torch.tensor([0, 40, 40, 169])
+    made = quantize_mx(x, (128, 64), offsets, token_dim=0, bounded_rows=True)
+    for start, end, row in ((0, 40, 0), (40, 169, 3)):
+        alone = quantize_mx(x[start:end], (128, 64), token_dim=0, bounded_rows=True)
+        assert torch.equal(alone.codes, made.codes[start:end])
+        assert torch.equal(alone.scale_bytes, made.scale_bytes[row : row + alone.scale_bytes.shape[0]])
+
+
+def test_bounded_rows_at_the_ends_of_fp32():
+    for size in (2.0**-140, 2.0**-126, 2.0**121):
+        sums, made = row_sums(torch.randn(64, 64) * size, block=(32, 64))
+        assert float(sums.max()) <= 146 and bool((made.scale_bytes < 255).all())
+    x = torch.randn(64, 64)
+    x[3, 5] = math.nan
+    sums, made = row_sums(x, block=(32, 64))
+    assert made.scale_bytes.flatten().tolist()[0] == 255 and not made.codes[:32].any() and made.scale_bytes[1, 0] < 255
+
+
+def test_bounded_rows_are_refused_in_words():
+    with pytest.raises(ValueError, match=r"block is \(0, 64\) with bounded_rows"):
+        quantize_mx(torch.randn(32, 64), (0, 64), exponent=0, bounded_rows=True)
+    with pytest.raises(ValueError, match=r"block is \(32, 512\) with bounded_rows"):
+        quantize_mx(torch.randn(32, 512), (32, 512), bounded_rows=True)
