@@ -1,6 +1,7 @@
 """The emulator itself, on kernels of a few lines: semantics, faults it must stop at, races it must see."""
 
 import gc
+import itertools
 import struct
 import weakref
 from unittest import mock
@@ -241,6 +242,55 @@ def test_two_warps_exchange_through_shared_memory(schedule):
     run(EXCHANGE.format(sync="bar.sync 0;"), block=64, shared=256, check=True, schedule=schedule)
     with pytest.raises(RaceError, match=r"(read of unwritten|write after read|read after write)"):
         run(EXCHANGE.format(sync=""), block=64, shared=256, check=True, schedule=schedule)
+
+
+REDUCE = """
+mul.wide.u32 %rd2, %r0, 4;
+add.s64 %rd3, %rd0, %rd2;
+add.s64 %rd4, %rd1, %rd2;
+mov.u32 %r7, 0;
+AGAIN:
+ld.global.b32 %r3, [%rd3];
+setp.ne.u32 %p1, %r3, 0;
+{reduce}
+st.global.b32 [%rd4], %r4;
+add.s64 %rd3, %rd3, 512;
+add.s64 %rd4, %rd4, 512;
+add.u32 %r7, %r7, 1;
+setp.lt.u32 %p3, %r7, 4;
+@%p3 bra AGAIN;
+"""
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=str)
+def test_predicates_reduced_at_a_barrier(schedule):
+    """Four rounds of 128 threads at one barrier: all true, all but one of the last warp, only that one, none."""
+    x = torch.ones(4, 128, dtype=torch.int32)
+    x[1, 101], x[2], x[3] = 0, 0, 0
+    x[2, 101] = 7
+    select = "selp.b32 %r4, 1, 0, %p2;"
+    for reduce, want in (
+        (f"barrier.cta.red.and.pred %p2, 3, 128, %p1;\n{select}", (1, 0, 0, 0)),
+        (f"barrier.cta.red.or.aligned.pred %p2, 3, 128, !%p1;\n{select}", (0, 1, 1, 1)),
+        (f"bar.red.or.pred %p2, 0, %p1;\n{select}\nbar.sync 0;", (1, 1, 1, 0)),
+        ("bar.red.popc.u32 %r4, 3, 128, %p1;", (128, 127, 1, 0)),
+    ):
+        out = torch.full((4, 128), -1, dtype=torch.int32)
+        run(REDUCE.format(reduce=reduce), x, out, block=128, check=True, schedule=schedule)
+        assert out.tolist() == [[w] * 128 for w in want], reduce
+
+
+def test_a_barrier_that_reduces_orders_and_is_not_mixed():
+    reduce = "setp.ne.u32 %p1, %r0, 99;\nbar.red.and.pred %p2, 0, %p1;"
+    run(EXCHANGE.format(sync=reduce), block=64, shared=256, check=True)
+    mixed = "setp.lt.u32 %p0, %r0, 32;\n@%p0 bra FIRST;\n{one}\nbra END;\nFIRST:\n{other}\nEND:\n"
+    forms = ("bar.sync 1, 64;", "bar.arrive 1, 64;", "bar.red.or.pred %p2, 1, 64, %p0;", "bar.red.and.pred %p2, 1, 64, %p0;")
+    for one, other in itertools.permutations(forms, 2):
+        if "red" in one + other:
+            with pytest.raises(BarrierError, match="some threads reduce"):
+                run(mixed.format(one=one, other=other), block=64)
+    with pytest.raises(UnsupportedError, match="reduction"):
+        run("bar.red.popc.pred %p2, 0, %p1;")
 
 
 #: where hand-written PTX is: it has no source lines
