@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .codegen import SIZE_OF_TYPE, VIEW_OF_TYPE, Codegen, alu, only
-from .numerics import u16, u32
+from .numerics import u32
 from .ptx import SINK, FloatImm, Imm, Instr, Mem, Pair, Reg, Sym, Vec
 
 _INT = "u16 s16 u32 s32 u64 s64 b16 b32 b64"
@@ -45,6 +45,8 @@ def _add(c: Codegen, I: Instr) -> list[str]:
         return c.assign(A[0], f"np.{name}({narrow},{c.val(A[2], 'F')})", "F")
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
         return _half(c, I, {"add": "{a}+{b}", "sub": "{a}-{b}"}[op])
+    if t in ("s16x2", "u16x2") and op == "add":
+        return _short_pairs(c, I, "add")
     only(I, f"{_INT} rn rm rp f32 f64 ftz")
     view = VIEW_OF_TYPE[t]
     if "rm" in I.parts or "rp" in I.parts:
@@ -55,14 +57,15 @@ def _add(c: Codegen, I: Instr) -> list[str]:
     return c.ufunc(name, view, I, A[1], A[2]) + _flush(c, I)
 
 
+def _words(c: Codegen, x: Any) -> str:
+    """A pair operand as 32-bit words of every lane, one written in the instruction too."""
+    return c.val(x, "U") if isinstance(x, Reg) else f"np.tile({c.named(('pair', x.value), np.array([x.value & 0xFFFFFFFF], u32))},g.W)"
+
+
 def _halves(c: Codegen, x: Any, t: str) -> str:
     """Operand of type f16, bf16 or a pair of either as an array of its elements, f16 or float32 (bf16); a pair's lie side by side."""
     dtype, packed = "u16" if t.startswith("bf") else "f16", t.endswith("x2")
-    if isinstance(x, Reg) or not packed:
-        elements = f"{c.val(x, 'U' if packed else 'H')}.view({dtype})"
-    else:
-        pair = np.array([x.value & 0xFFFFFFFF], u32).view(u16)
-        elements = f"np.tile({c.named(('pair', x.value), pair)},g.W).view({dtype})"
+    elements = f"{_words(c, x) if packed else c.val(x, 'H')}.view({dtype})"
     return f"bf16_to_f32({elements})" if t.startswith("bf") else elements
 
 
@@ -78,6 +81,15 @@ def _half(c: Codegen, I: Instr, expression: str) -> list[str]:
         value = f"N.clamped({value})"
     value = f"f32_to_bf16({value})" if t.startswith("bf") else f"({value}).astype(f16,copy=False)"
     return c.assign(A[0], f"{value}.view({'u32' if t.endswith('x2') else 'u16'})", "U" if t.endswith("x2") else "H")
+
+
+def _short_pairs(c: Codegen, I: Instr, name: str) -> list[str]:
+    """Element-wise arithmetic on pairs of 16-bit integers."""
+    only(I, "s16x2 u16x2" + (" relu" if I.parts[-1] == "s16x2" and name != "add" else ""))
+    dtype = "i16" if I.parts[-1] == "s16x2" else "u16"
+    a, b = (f"{_words(c, x)}.view({dtype})" for x in I.args[1:])
+    value = f"np.{name}({a},{b})"
+    return c.assign(I.args[0], f"{f'np.maximum({value},i16(0))' if 'relu' in I.parts else value}.view(u32)", "U")
 
 
 @alu("mul")
@@ -157,6 +169,8 @@ def _max(c: Codegen, I: Instr) -> list[str]:
     t, A, op = I.parts[-1], I.args, I.parts[0]
     if t in ("f16x2", "bf16x2", "f16", "bf16"):
         return _half(c, I, f"N.half_{op}({{a}},{{b}},{'NaN' in I.parts})")
+    if t in ("s16x2", "u16x2"):
+        return _short_pairs(c, I, {"max": "maximum", "min": "minimum"}[op])
     only(I, f"f32 f64 ftz NaN xorsign abs relu {_INT}")
     if "relu" in I.parts:  # integers: the result is clamped at 0
         if t != "s32" or len(A) != 3:

@@ -69,6 +69,12 @@ def packed(op, *words):
         ("max.f16x2", (0x80007E00, 0x00003C00), 0x00003C00),  # +0 is above -0; the number beside NaN
         ("min.f16x2", (0x80007E00, 0x00003C00), 0x80003C00),
         ("max.NaN.f16x2", (0x3C007E00, 0x40003C00), 0x40007E00),
+        ("max.s16x2", (0x7C008001, 0x3C01FFFF), 0x7C00FFFF),  # of positive FP16 pairs their maxima too
+        ("min.s16x2", (0x7C008001, 0x3C01FFFF), 0x3C018001),
+        ("max.u16x2", (0x7C008001, 0x3C01FFFF), 0x7C00FFFF),
+        ("min.u16x2", (0x7C008001, 0x3C01FFFF), 0x3C018001),
+        ("max.relu.s16x2", (0x7C008001, 0x3C01FFFF), 0x7C000000),
+        ("add.s16x2", (0x7FFF8001, 0x0001FFFF), 0x80008000),  # no carry from pair to pair
         ("neg.f16x2", (0x7C000000,), 0xFC008000),
         ("abs.f16x2", (0xFC008001,), 0x7C000001),
         ("ex2.approx.f16x2", (0x40004B80,), 0x44007800),  # 2^2; 2^15
