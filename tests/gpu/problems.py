@@ -12,6 +12,7 @@ from torch import Tensor
 from lp_fa4 import reference
 from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor, quantize_mx
+from lp_fa4.mx.quantize import row_shift, row_units
 from lp_fa4.problem import AttentionProblem, ForwardResult
 
 DEVICE = torch.device("cuda", 0)
@@ -36,11 +37,13 @@ def static_exponent(x: Tensor) -> int:
     return int(torch.tensor(max(amax, 1e-30) / 448.0).log2().ceil())
 
 
-def quantized(x: Tensor, block, offsets: Tensor | None) -> MXTensor:
-    """``block``: (tokens, columns), or "static"."""
+def quantized(x: Tensor, block, offsets: Tensor | None, bounded: bool = False) -> MXTensor:
+    """``block``: (tokens, columns), or "static". ``bounded``: rows whose codes sum to at most 146 (not of blocks narrower than a head)."""
     if block == "static":
-        return quantize_mx(x, (0, x.shape[-1]), offsets, token_dim=0, exponent=static_exponent(x))
-    return quantize_mx(x, block, offsets, token_dim=0)
+        exponent = static_exponent(x)
+        shift = int(row_shift(row_units(x.float() * 2.0**-exponent).sum(-1, dtype=torch.int32).amax())) if bounded and x.numel() else 0
+        return quantize_mx(x, (0, x.shape[-1]), offsets, token_dim=0, exponent=exponent + shift)
+    return quantize_mx(x, block, offsets, token_dim=0, bounded_rows=bounded and block[1] == x.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Case:
     slack: int = 0
     dtype: torch.dtype = torch.int32
     score_std: float = 1.0
+    bounded: bool = False  # rows of q's codes sum to at most 146, so that FP16 holds their products with any codes
 
     def make(self, seed: int = 0, edit=None) -> AttentionProblem:
         """Random operands; ``edit(q, k, v, offsets_k)`` may change them before they are quantized."""
@@ -94,7 +98,7 @@ class Case:
                 centred = v - v_mean[row_sequences(offsets_k, tokens)]
                 v = torch.where((torch.arange(tokens, device=DEVICE) < offsets_k[-1])[:, None, None], centred, v)
                 v_sum = reference.sequence_sums(v, offsets_k)
-        operands = [quantized(q, self.block, None if self.shared else offsets_q)]
+        operands = [quantized(q, self.block, None if self.shared else offsets_q, self.bounded)]
         operands += [quantized(x, self.block, offsets_k) for x in (k, v)]
         if self.slack:
             for x in operands[0 if isinstance(self.queries, tuple) else 1 :]:
