@@ -10,10 +10,10 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cutlass_dsl import T
 from torch import Tensor
 
-from fused_ops.head_quantize.reference import ROW_LIMIT, SHIFTS, UNITS
 from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite
 from lp_fa4.common.numbers import absolute, byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max, warp_max
 from lp_fa4.compile import arch_of, build, fake, kernel_cache, launch, symbol
+from lp_fa4.mx.quantize import ROW_LIMIT, ROW_SHIFTS, ROW_UNITS
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -60,8 +60,8 @@ class HeadQuantize:
                 units = cutlass.max(units, warp_sum(self.units(pieces, inverse, tid % 32)))
         cute.arch.sync_threads()
         units = self.largest(maxima, units, tid)
-        for i in cutlass.range_constexpr(SHIFTS):
-            byte += Int32(units > (ROW_LIMIT * UNITS << i))
+        for i in cutlass.range_constexpr(ROW_SHIFTS):
+            byte += Int32(units > (ROW_LIMIT * ROW_UNITS << i))
         byte = cutlass.min(byte, 254)
         if tid == 0:
             scale[head] = Uint8(byte)
@@ -92,7 +92,7 @@ class HeadQuantize:
         """Their magnitudes in units of the definition, 0 for what is not the lane's own or not finite."""
         found = Int32(0)
         for first, piece in zip(range(0, self.quads, 32), pieces, strict=True):
-            count = Float32(UNITS) if first + 32 <= self.quads else Float32(UNITS) * Float32(lane + first < self.quads)
+            count = Float32(ROW_UNITS) if first + 32 <= self.quads else Float32(ROW_UNITS) * Float32(lane + first < self.quads)
             for i in range(4):
                 found += truncated(nan_unless_finite(absolute(piece[i]) * inverse * count))
         return found

@@ -1,25 +1,14 @@
 """The definition: one exponent for all rows of a head, then a static quantization.
 
-The exponent is the smallest under which no element clips and no row's codes have magnitudes that sum to more than ``ROW_SUM``. Whatever
-E4M3 codes such a row meets, its product stays under ``448 * ROW_SUM = 65408``, in FP16's range, so that attention may take its scores from
-FP16 sums. E4M3 loses nothing by it: codes are of magnitude 1 instead of 2^6, what falls under the least normal number, 2^-6, is off by
-2^-10 at most, far less than larger elements are by their rounding, and a score adds them all up.
-
-Codes do not exist before the exponent does, so the sum is that of the elements, counted in whole units of 2^-9 under the exponent of the
-largest magnitude: integers, which every device adds up alike in any order. Rounding to a code adds 1/17 at most, 2^-10 to a subnormal one:
-``ROW_LIMIT`` leaves room for both, and for what counting left out, up to 256 elements.
+The exponent is the smallest under which no element clips and, as ``lp_fa4.mx.quantize`` has it of bounded rows, the magnitudes of no row's
+codes sum to more than ``ROW_SUM``, so that attention may take its scores from FP16 sums.
 """
 
 import torch
 from torch import Tensor
 
 from lp_fa4.mx import encode_scale, inverse_scale, quantize_mx
-
-ROW_SUM = 146
-ROW_LIMIT = 137
-UNITS = 2**9
-SHIFTS = 10
-"""Most that an exponent is raised by: ``448 * 256 <= ROW_LIMIT * 2**SHIFTS``."""
+from lp_fa4.mx.quantize import row_shift, row_units
 
 
 def head_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,8 +18,7 @@ def head_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     past 2^125 may break the bound on sums, as no exponent is larger.
     """
     byte = encode_scale(x.abs().amax(dim=(0, 2))).clamp(max=254)
-    scaled = x.abs().to(torch.float32) * inverse_scale(byte)[:, None]
-    units = (torch.where(scaled.isfinite(), scaled, 0.0) * UNITS).to(torch.int32).sum(dim=2, dtype=torch.int32).amax(dim=0)
-    shift = sum((units > ROW_LIMIT * UNITS << i).to(torch.int32) for i in range(SHIFTS))
-    made = quantize_mx(x, (0, x.shape[2]), token_dim=0, exponent=byte.to(torch.int32) + shift - 127)
+    units = row_units(x.to(torch.float32) * inverse_scale(byte)[:, None]).sum(dim=2, dtype=torch.int32)
+    exponent = byte.to(torch.int32) + row_shift(units.amax(dim=0)) - 127
+    made = quantize_mx(x, (0, x.shape[2]), token_dim=0, exponent=exponent)
     return made.codes.contiguous(), made.scale_bytes
