@@ -1,4 +1,4 @@
-"""Kernels whose numbers the GPU rounds in its own way: products of E4M3 codes summed in FP16 or FP32, and packed FP16 arithmetic.
+"""Kernels whose numbers the GPU rounds in its own way: products of E4M3 codes or FP16 summed in FP16 or FP32, and packed FP16 arithmetic.
 
 ``hardware.py`` records what an H200 makes of them. Inputs are drawn on the CPU. Imports the DSL when called.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 
 STEPS, ROWS, COLUMNS = 4, 64, 64
 DATA = ("normal", "any code", "largest", "smallest")
-"""Codes of the products: normal numbers; every pattern, in a few rows NaN too; 256, 288 and their negatives; below 2^-3, subnormal too."""
+"""Operands of the products: normal numbers; every pattern (FP16: below 2), two rows with NaN; E4M3 of 256, 288 and their negatives
+(FP16: 256 to 512); E4M3 below 2^-3 (FP16: 2^-13), subnormal too."""
 
 #: Packed FP16 arithmetic: PTX of ``$0 = f($1, $2, $3)``, 32-bit registers.
 OPERATIONS = {
@@ -34,26 +35,36 @@ OPERATIONS = {
 }
 
 
-def codes(kind: str, rows: int, seed: int, rows_with_nan: int = 0) -> Tensor:
-    """E4M3 codes, uint8 ``[rows, 32 STEPS]``; of NaN only in the first rows."""
+KINDS = {"fp8": 32 * STEPS, "fp16": 16 * STEPS}
+"""Operands, and elements of a row of them."""
+_BITS = {
+    "fp8": {"largest": (0x81, 0x78), "smallest": (0x9F, 0), "any code": (0xFF, 0)},
+    "fp16": {"largest": (0x83FF, 0x5C00), "smallest": (0x87FF, 0), "any code": (0xBFFF, 0)},
+}
+"""Of every pattern: bits that are kept, and bits that are set."""
+
+
+def codes(kind: str, data: str, rows: int, seed: int, rows_with_nan: int = 0) -> Tensor:
+    """Operand of ``rows``: E4M3 codes as uint8, or FP16; of NaN only in the first rows."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (rows, 32 * STEPS)
-    anything = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    if kind == "normal":
-        return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
-    if kind == "largest":
-        return anything & 0x81 | 0x78
-    if kind == "smallest":
-        return anything & 0x9F
-    finite = torch.where((anything & 0x7F) == 0x7F, anything & 0xF0, anything)
-    finite[:rows_with_nan] = anything[:rows_with_nan]
-    return finite
+    shape, dtype = (rows, KINDS[kind]), {"fp8": torch.float8_e4m3fn, "fp16": torch.float16}[kind]
+    bits = {"fp8": torch.uint8, "fp16": torch.int16}[kind]
+    anything = torch.randint(0, 1 << 8 * dtype.itemsize, shape, generator=generator, dtype=torch.int32)
+    if data == "normal":
+        x = torch.randn(shape, generator=generator).to(dtype).view(bits)
+    else:
+        kept, added = _BITS[kind][data]
+        x = (anything & kept | added).to(bits)
+        x[x.view(dtype).float().isnan()] = 0
+        if data == "any code":
+            x[:rows_with_nan, 3] = 0x7F if kind == "fp8" else 0x7FFF
+    return x if kind == "fp8" else x.view(dtype)
 
 
-def operands() -> tuple[Tensor, Tensor, Tensor]:
-    """Codes ``[DATA, ROWS, K]`` and ``[DATA, COLUMNS, K]``, accumulators ``[DATA, ROWS, COLUMNS]`` (FP16)."""
-    a = torch.stack([codes(kind, ROWS, seed, rows_with_nan=8) for seed, kind in enumerate(DATA)])
-    b = torch.stack([codes(kind, COLUMNS, 10 + seed) for seed, kind in enumerate(DATA)])
+def operands(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands ``[DATA, ROWS, K]`` and ``[DATA, COLUMNS, K]``, accumulators ``[DATA, ROWS, COLUMNS]`` (FP16)."""
+    a = torch.stack([codes(kind, data, ROWS, seed, rows_with_nan=2) for seed, data in enumerate(DATA)])
+    b = torch.stack([codes(kind, data, COLUMNS, 10 + seed) for seed, data in enumerate(DATA)])
     generator = torch.Generator().manual_seed(20)
     size = torch.tensor([8.0, 2000.0, 30000.0, 2.0**-14]).view(-1, 1, 1)
     return a, b, (torch.randn(len(DATA), ROWS, COLUMNS, generator=generator) * size).half()
@@ -67,51 +78,53 @@ def words() -> Tensor:
 
 def _kernels() -> Any:
     import cutlass
-    from cutlass import Float8E4M3FN, Int32, Uint8, const_expr, cute
+    from cutlass import Float8E4M3FN, Float16, Int32, Uint8, const_expr, cute
     from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
     from cutlass.cutlass_dsl import T
     from cutlass.utils import LayoutEnum, hopper_helpers
     from lp_fa4.common.numbers import inline_ptx
 
-    K = 32 * STEPS
-
     class Sums:
-        """One warpgroup a batch: accumulators after each of ``STEPS`` products. ``a``: uint8 [n, ROWS, K], ``b``: uint8 [n, COLUMNS, K],
-        ``c``: [n, ROWS, COLUMNS] of the accumulators' dtype, ``out``: [n, STEPS, ROWS, COLUMNS]."""
+        """One warpgroup a batch: accumulators after each of ``STEPS`` products. ``a``: [n, ROWS, K], ``b``: [n, COLUMNS, K], E4M3 codes as
+        uint8 or FP16; ``c``: [n, ROWS, COLUMNS] of the accumulators' dtype, ``out``: [n, STEPS, ROWS, COLUMNS]."""
 
-        def __init__(self, dtype: str, registers: bool):
+        def __init__(self, kind: str, dtype: str, registers: bool):
             self.dtype, self.registers = getattr(cutlass, dtype), registers
+            self.k, self.element, self.raw = KINDS[kind], *{"fp8": (Float8E4M3FN, Uint8), "fp16": (Float16, Float16)}[kind]
 
         @cute.jit
         def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, out: cute.Tensor, stream):
             k = OperandMajorMode.K
             source = warpgroup.OperandSource.RMEM if self.registers else warpgroup.OperandSource.SMEM
-            mma = hopper_helpers.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k, k, self.dtype, (1, 1, 1), (ROWS, COLUMNS), source)
+            element = self.element
+            mma = hopper_helpers.make_trivial_tiled_mma(element, element, k, k, self.dtype, (1, 1, 1), (ROWS, COLUMNS), source)
             self.kernel(a, b, c, out, mma).launch(grid=[a.shape[0], 1, 1], block=[128, 1, 1], stream=stream)
 
         @cute.kernel
         def kernel(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, out: cute.Tensor, mma: cute.TiledMma):
             thread, _, _ = cute.arch.thread_idx()
             batch, _, _ = cute.arch.block_idx()
-            kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, K)
-            atom = warpgroup.make_smem_layout_atom(kind, Float8E4M3FN)
+            k, element, raw = self.k, self.element, self.raw
+            kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, element, k)
+            atom = warpgroup.make_smem_layout_atom(kind, element)
             storage = cutlass.utils.SmemAllocator()
-            shared, as_bytes = [], []
+            shared, stores = [], []
             for source, rows in ((a, ROWS), (b, COLUMNS)):
-                layout = cute.tile_to_shape(atom, (rows, K), order=(0, 1))
-                tile = storage.allocate_tensor(Float8E4M3FN, layout.outer, 1024, layout.inner)
-                bytes_of = cute.make_tensor(cute.recast_ptr(tile.iterator, layout.inner, dtype=Uint8), layout.outer)
-                for row in cutlass.range(rows, unroll=1):
-                    bytes_of[row, thread] = source[batch, row, thread]
+                layout = cute.tile_to_shape(atom, (rows, k), order=(0, 1))
+                tile = storage.allocate_tensor(element, layout.outer, 1024, layout.inner)
+                stored = cute.make_tensor(cute.recast_ptr(tile.iterator, layout.inner, dtype=raw), layout.outer)
+                for i in cutlass.range(rows * k // 128, unroll=1):
+                    row = (i * 128 + thread) // k
+                    stored[row, thread % k] = source[batch, row, thread % k]
                 shared.append(tile)
-                as_bytes.append(bytes_of)
+                stores.append(stored)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
             part = mma.get_slice(thread)
             left, right = part.partition_A(shared[0]), mma.make_fragment_B(part.partition_B(shared[1]))
             fragment = mma.make_fragment_A(left)
             if const_expr(self.registers):
-                target, origin = cute.recast_tensor(fragment, Uint8), part.partition_A(as_bytes[0])
+                target, origin = cute.recast_tensor(fragment, raw), part.partition_A(stores[0])
                 for i in cutlass.range_constexpr(cute.size(target)):
                     target[i] = origin[i]
             sums = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, COLUMNS)), self.dtype)
@@ -149,29 +162,24 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _compiled(arch: str, what: str, registers: bool = False) -> Any:
+def _compiled(arch: str, kind: str, accumulators: str = "", registers: bool = False) -> Any:
     from lp_fa4.compile import build, fake
 
     sums, packed = _kernels()
-    if what == "packed":
+    if kind == "packed":
         return build(arch, packed(), *(fake("int32", (n, 32768), compact=True) for n in (3, len(OPERATIONS))))
-    n = len(DATA)
-    shapes = [
-        ("uint8", (n, ROWS, 32 * STEPS)),
-        ("uint8", (n, COLUMNS, 32 * STEPS)),
-        (what, (n, ROWS, COLUMNS)),
-        (what, (n, STEPS, ROWS, COLUMNS)),
-    ]
-    name = {"float16": "Float16", "float32": "Float32"}[what]
-    return build(arch, sums(name, registers), *(fake(dtype, shape, compact=True) for dtype, shape in shapes))
+    n, stored = len(DATA), {"fp8": "uint8", "fp16": "float16"}[kind]
+    sides = [fake(stored, (n, rows, KINDS[kind]), compact=True) for rows in (ROWS, COLUMNS)]
+    results = [fake(accumulators, (n, *steps, ROWS, COLUMNS), compact=True) for steps in ((), (STEPS,))]
+    return build(arch, sums(kind, accumulators.capitalize(), registers), *sides, *results)
 
 
-def sums(arch: str, place: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+def sums(arch: str, place: Callable[[Tensor], Tensor], kind: str, dtype: torch.dtype) -> Tensor:
     """Accumulators of ``dtype`` after each step, ``[DATA, STEPS, ROWS, COLUMNS]``: the same with A in registers and in shared memory."""
-    a, b, c = map(place, operands())
+    a, b, c = map(place, operands(kind))
     out = [torch.full((len(DATA), STEPS, ROWS, COLUMNS), float("nan"), dtype=dtype, device=a.device) for _ in range(2)]
     for registers in (False, True):
-        _compiled(arch, str(dtype).removeprefix("torch."), registers)(a, b, c.to(dtype), out[registers])
+        _compiled(arch, kind, str(dtype).removeprefix("torch."), registers)(a, b, c.to(dtype), out[registers])
     if not torch.equal(*(x.nan_to_num(-1.0) for x in out)):
         raise AssertionError("A from registers: other sums than with A from shared memory")
     return out[0]
