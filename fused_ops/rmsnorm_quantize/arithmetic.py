@@ -23,6 +23,14 @@ def rsqrt(x):
     return Float32(inline_ptx(T.f32(), [x], "{.reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s;}", "=f,f"))
 
 
+@cute.jit
+def row_rstd(total: Float32, lanes: cutlass.Constexpr, columns: cutlass.Constexpr, eps: Float32) -> Float32:
+    """``rstd`` of a row of ``columns`` in all of the ``lanes`` that share it, from each one's sum of squares."""
+    for i in cutlass.range_constexpr(lanes.bit_length() - 1):
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+    return rsqrt(total / Float32(columns) + eps)
+
+
 def nan_unless_finite(x):
     """``x``, or NaN where ``x`` is infinite (``x * 0 + x``): a static block marks an overflow instead of saturating it."""
     return Float32(inline_ptx(T.f32(), [x], "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f"))

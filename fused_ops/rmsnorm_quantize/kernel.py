@@ -22,7 +22,7 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from torch import Tensor
 
-from fused_ops.rmsnorm_quantize.arithmetic import load8, load8_float, mul, nan_unless_finite, prefetch, rsqrt, store, sub
+from fused_ops.rmsnorm_quantize.arithmetic import load8, load8_float, mul, nan_unless_finite, prefetch, row_rstd, store, sub
 from fused_ops.rmsnorm_quantize.config import MAX_COPIED, ROWS, NormSpec, unsupported
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from fused_ops.rmsnorm_quantize.vectors import bound_bytes, sampled_mean
@@ -156,13 +156,6 @@ class NormQuantize:
 
     # -- parts of a row ---------------------------------------------------------------------------------------------
     @cute.jit
-    def row_rstd(self, total: Float32, eps: Float32) -> Float32:
-        """``rstd`` of a row in all of its threads, from each one's sum of squares."""
-        for i in cutlass.range_constexpr(self.spec.lanes.bit_length() - 1):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
-        return rsqrt(total / Float32(self.spec.columns) + eps)
-
-    @cute.jit
     def normalise(self, raw, factor: Float32, gain: cute.Tensor, mean: cute.Tensor, out: cute.Tensor):
         """``x * rstd * weight - mean`` of a chunk, each step rounded as the definition has it."""
         for i in cutlass.range_constexpr(8):
@@ -291,7 +284,7 @@ class NormQuantize:
                     for i in cutlass.range_constexpr(8):
                         value = raw[i, k, p].to(Float32)
                         total = total + value * value
-                factor[p] = self.row_rstd(total, eps)
+                factor[p] = row_rstd(total, self.spec.lanes, self.spec.columns, eps)
                 token = token0 + p * self.row_step
                 if (lane == 0) & (token < at.limit):
                     rstd[Int64(token)] = factor[p] if token < at.end else Float32(0.0)
@@ -383,7 +376,7 @@ class NormQuantize:
                 for i in cutlass.range_constexpr(8):
                     value = raw[i].to(Float32)
                     total = total + value * value
-            factor = self.row_rstd(total, eps)
+            factor = row_rstd(total, self.spec.lanes, self.spec.columns, eps)
             if lane == 0:
                 factors[row] = factor
                 if token < at.limit:

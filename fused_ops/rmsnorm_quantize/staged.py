@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from fused_ops.places import bulk_copy, first_sequence, place
-from fused_ops.rmsnorm_quantize.arithmetic import half_place, mul, rsqrt, store, sub
+from fused_ops.rmsnorm_quantize.arithmetic import half_place, mul, row_rstd, store, sub
 from fused_ops.rmsnorm_quantize.config import ROWS, NormSpec
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, scale_of_byte, transpose4x4
@@ -405,7 +405,7 @@ class StagedNorm:
             for k in range(self.spec.slabs):
                 for i in range(8):
                     total = total + values[i, k, p] * values[i, k, p]
-            factor.append(self.row_rstd(total, io.eps))
+            factor.append(row_rstd(total, self.spec.lanes, self.spec.columns, io.eps))
             token = at.token + GROUP * group + row0 + (first + p) * self.row_step
             self.store_rstd(io, at, lane, token, factor[p], inside[p])
         return factor
@@ -441,13 +441,6 @@ class StagedNorm:
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), raw)
             for i in cutlass.range_constexpr(8):
                 values[i, k] = raw[i].to(Float32)
-
-    @cute.jit
-    def row_rstd(self, total: Float32, eps: Float32) -> Float32:
-        """``rstd`` of a row in all of its threads, from each one's sum of squares."""
-        for i in cutlass.range_constexpr(self.spec.lanes.bit_length() - 1):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
-        return rsqrt(total / Float32(self.spec.columns) + eps)
 
     @cute.jit
     def normalise(self, s, at, k: cutlass.Constexpr, column: Int32, factor, values: cute.Tensor):

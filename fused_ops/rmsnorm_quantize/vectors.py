@@ -6,7 +6,7 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from torch import Tensor
 
-from fused_ops.rmsnorm_quantize.arithmetic import half_place, load, load8, mul, rsqrt
+from fused_ops.rmsnorm_quantize.arithmetic import half_place, load, load8, mul, row_rstd
 from fused_ops.rmsnorm_quantize.reference import MEAN_ROWS
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, float_of, inverse_of_byte, magnitude_max, warp_max
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
@@ -134,13 +134,6 @@ class SampledMean:
         return bound_byte(top, Float32(self.factor))
 
     @cute.jit
-    def row_rstd(self, total: Float32, eps: Float32) -> Float32:
-        """``rstd`` of a warp's row in all of its lanes, from each one's sum of squares."""
-        for j in cutlass.range_constexpr(5):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << j)
-        return rsqrt(total / Float32(self.columns) + eps)
-
-    @cute.jit
     def sum_held(self, x, weight, places, factors: cute.Tensor, count: Int32, eps: Float32, parts: cute.Tensor):
         """A warp's rows, every eighth: several at once for their factors, then again, from L1; its sums to ``parts[:, warp]``."""
         tid, _, _ = cute.arch.thread_idx()
@@ -161,7 +154,7 @@ class SampledMean:
                     for j in cutlass.range_constexpr(4):
                         value = raw[j, k, r].to(Float32)
                         total = total + value * value
-                factor = self.row_rstd(total, eps)
+                factor = row_rstd(total, 32, self.columns, eps)
                 if lane == 0:
                     factors[warp + WARPS * (first + r)] = factor
         cute.arch.sync_warp()
@@ -196,7 +189,7 @@ class SampledMean:
                 for j in cutlass.range_constexpr(8):
                     value = raw[j].to(Float32)
                     total = total + value * value
-            factor = self.row_rstd(total, eps)
+            factor = row_rstd(total, 32, self.columns, eps)
             if lane == 0:
                 factors[i] = factor
         cute.arch.sync_threads()
