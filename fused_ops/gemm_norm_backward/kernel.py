@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_ops.gemm_norm_backward.config import RUN, TILE, InputSpec, Operand, WeightSpec, reasons_against
 from fused_ops.operands import Weight, to_float
-from fused_ops.rmsnorm_quantize.kernel import aligned
+from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
 from lp_fa4.mx import MXTensor
 
@@ -21,8 +21,8 @@ def operand(matrix: Tensor | MXTensor | None) -> tuple[Operand | None, Tensor | 
     if matrix is None:
         return None, None, None
     if isinstance(matrix, Tensor):
-        return Operand(0), aligned(matrix), None
-    return Operand(matrix.block[1], matrix.is_static), spread(aligned(matrix.codes)), matrix.scale_bytes.contiguous()
+        return Operand(0), aligned_rows(matrix), None
+    return Operand(matrix.block[1], matrix.is_static), spread(aligned_rows(matrix.codes)), matrix.scale_bytes.contiguous()
 
 
 def spread(matrix: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def input_gradient(
         dv_scale,
         None if dv_mean is None else dv_mean.to(torch.float32).contiguous(),
         to_float(w_k).to(torch.bfloat16).contiguous() if isinstance(w_k, MXTensor) else w_k.contiguous(),
-        spread(aligned(x)),
+        spread(aligned_rows(x)),
         norm_weight.to(torch.float32).contiguous(),
         rstd.contiguous(),
         offsets,

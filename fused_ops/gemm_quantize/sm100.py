@@ -33,6 +33,7 @@ from fused_ops.gemm_quantize.sm100_epilogue import store_role
 from fused_ops.places import first_sequence, place
 from fused_ops.scale_layout.interface import sf_shape
 from fused_ops.scale_layout.kernel import WORDS, scatter_scales
+from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import scale_rows, sf_tiles
@@ -397,9 +398,9 @@ def gemm_quantize(
     launch(
         _compile_blackwell_gemm(arch_of(device), None if offsets is None else dtype_name(offsets), spec),
         device,
-        aligned(rows),
-        aligned(w[0]),
-        aligned(w[1]) if spec.parts == 2 else None,
+        aligned_rows(rows),
+        aligned_rows(w[0]),
+        aligned_rows(w[1]) if spec.parts == 2 else None,
         *factors,
         offsets,
         given,
@@ -410,10 +411,3 @@ def gemm_quantize(
         ctas,
     )
     return codes, scales, atoms
-
-
-def aligned(x: Tensor) -> Tensor:
-    """``x`` as TMA reads it: last stride 1, rows and address multiples of 16 bytes; copied only if it is not."""
-    if x.stride(-1) != 1 or any(n * x.element_size() % 16 for n in x.stride()[:-1]) or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

@@ -4,14 +4,13 @@ A persistent CTA keeps the weights of up to 128 output columns in shared memory 
 run side by side, so x comes from L2 for all but the first of them. Roles: ``sm90_roles``; from sums to codes: ``sm90_epilogue``.
 
 What the definition leaves open is the order and width of the sums. FP8 wgmma aligns the 32 products of an instruction and its accumulator
-to the largest of them and keeps some 13 bits below: each term loses less than 2^-13 of the largest. At most 128 of K (four instructions)
-meet in one such sum (``GemmSpec.chunk``), which is then scaled, exactly, and added in FP32; where a weight's two parts have one scale, the
-low part's four come first, under largest terms that are a sixteenth of those to come. So a chunk's sum is off by less than
-``4 * 33 * 2^-13`` of its largest term or partial sum in the worst case (a sixteenth more with a low part). Of random rows, an adder of 14
-bits (emulated) makes 2^-16 of ``sum |x_k w_k|`` on average and 2^-12 at most, with a low part before or apart from the high one (four times
-as much with the low part after it); on an H200 each of 128 million codes is that of a sum within 2^-11 of it, where a code's own rounding
-is 2^-4. Where every partial sum fits 13 bits it is exact. BF16 products are summed in one FP32 accumulator. Everything after the
-sum is the definition's, bit for bit.
+to the largest exponent among them, cuts each off 13 places below it, and the result at 14 bits. At most 128 of K (four instructions) meet
+in one such sum (``GemmSpec.chunk``), which is then scaled, exactly, and added in FP32; where a weight's two parts have one scale, the low
+part's four come first, under largest terms that are a sixteenth of those to come. So a chunk's sum is off by less than ``4 * 34 * 2^-13``
+of its largest term or partial sum (a sixteenth more with a low part), and by less where some of its terms are 0: the tests hold every
+code to the bound of its own sum (``tests.fused_ops.sum_error``), which for random rows is some 2^-10 of ``sum |x_k w_k|``; the error itself
+is 2^-16 of that on average (four times as much with the low part after the high one). A code's own rounding is 2^-4. Where every partial
+sum fits 13 bits it is exact. BF16 products are summed in one FP32 accumulator. Everything after the sum is the definition's, bit for bit.
 """
 
 import cutlass
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE, GemmSpec, unsupported
 from fused_ops.gemm_quantize.sm90_roles import FIELDS, HALF, consume, fill_tables, fold_inverse, produce
+from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import scale_rows, sf_tiles
@@ -238,12 +238,12 @@ def gemm_quantize(
     if tokens == 0 or (offsets is not None and offsets.shape[0] == 1):  # no token belongs to a sequence
         return codes.zero_(), scales if given is not None else scales.zero_()
     ctas = max(min(multiprocessors(device) // spec.column_tiles, sf_tiles(tokens, offsets)), 1) * spec.column_tiles
-    weights = [aligned(part) for part in w]
+    weights = [aligned_rows(part) for part in w]
     factors = [part.contiguous() for part in w_scale]
     launch(
         _compile_gemm_quantize(arch_of(device), None if offsets is None else dtype_name(offsets), spec),
         device,
-        aligned(rows),
+        aligned_rows(rows),
         weights[0],
         weights[1] if spec.parts == 2 else None,
         x_scale[0].contiguous() if spec.scaled else None,
@@ -256,10 +256,3 @@ def gemm_quantize(
         ctas,
     )
     return codes, scales
-
-
-def aligned(x: Tensor) -> Tensor:
-    """``x`` as TMA reads it: last stride 1, rows and address multiples of 16 bytes; copied only if it is not."""
-    if x.stride(-1) != 1 or any(n * x.element_size() % 16 for n in x.stride()[:-1]) or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

@@ -25,8 +25,8 @@ from torch import Tensor
 from fused_ops.norm_projection.config import CLUSTER, DEPTH, HALF, ITEMS, REGISTERS, RUN_COLUMNS, THREADS, ProjectionSpec, unsupported
 from fused_ops.norm_projection.roles import FIELDS, NormRole, bring_rows, bring_weight, multiply
 from fused_ops.rmsnorm_quantize.arithmetic import half_place
-from fused_ops.rmsnorm_quantize.kernel import aligned
 from fused_ops.rmsnorm_quantize.vectors import bound_bytes, sampled_mean
+from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import bits_of, inverse_of_byte, scale_of_byte
 from lp_fa4.common.sequence_vectors import sum_tiles
@@ -294,7 +294,7 @@ def norm_projection(
             if tensor is not None:
                 tensor.zero_()
         return made
-    rows, vector, bounds = aligned(x), aligned(gain.reshape(1, columns)), offsets
+    rows, vector, bounds = aligned_rows(x), aligned_rows(gain.reshape(1, columns)), offsets
     mean, ordered, parts, tiles = None, None, None, sf_tiles(tokens, offsets)
     ticket = empty(1, dtype=torch.int32) if center else x.new_zeros(1, dtype=torch.int32)  # the mean's kernel makes it 0
     if center:
@@ -309,7 +309,7 @@ def norm_projection(
         x.device,
         rows,
         vector,
-        aligned(w),
+        aligned_rows(w),
         offsets,
         ordered,
         given,

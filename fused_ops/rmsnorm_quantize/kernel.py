@@ -27,6 +27,7 @@ from fused_ops.rmsnorm_quantize.config import MAX_COPIED, ROWS, NormSpec, unsupp
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from fused_ops.rmsnorm_quantize.vectors import bound_bytes, sampled_mean
 from fused_ops.scale_layout.kernel import WORDS, atom_source
+from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max
 from lp_fa4.common.sequence import find_sequence, region_groups
@@ -508,13 +509,6 @@ class KernelOutput(NamedTuple):
     copy: Tensor | None
 
 
-def aligned(x: Tensor) -> Tensor:
-    """``x`` with a contiguous last axis, rows and data pointer at multiples of 16 bytes; copied only if it is not."""
-    if x.stride(-1) != 1 or any(s * x.element_size() % 16 for s in x.stride()[:-1]) or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
 def rmsnorm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -583,7 +577,7 @@ def rmsnorm_quantize(
             if tensor is not None:
                 tensor.zero_()
         return made
-    flat, gain = aligned(x.reshape(-1, columns)), aligned(weight.reshape(1, columns))
+    flat, gain = aligned_rows(x.reshape(-1, columns)), aligned_rows(weight.reshape(1, columns))
     mean, ordered, parts, bounds = None, None, None, offsets
     ticket = None
     if staged:  # of the tiles that are drawn; the mean's kernel makes it 0
