@@ -60,9 +60,19 @@ def f32_to_fp8x2(fmt: str, hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
 #: Code of every FP16 bit pattern (uint8), as :func:`f32_to_fp8x2` gives it, and FP16 of every code.
 F16_TO_FP8 = {k: t[_fp8_index(np.arange(1 << 16, dtype=u16).view(f16).astype(f32))].astype(u8) for k, t in _FP8_LOW.items()}
 FP8_TO_F16 = {k: DECODE[k].astype(f16) for k in ("e4m3", "e5m2")}
-with np.errstate(over="ignore"):
-    #: 2^x of every FP16 bit pattern, rounded once.
-    EX2_F16 = np.exp2(np.arange(1 << 16, dtype=u16).view(f16).astype(f64)).astype(f16)
+
+
+def _ex2_f16() -> np.ndarray:
+    x = np.arange(1 << 16, dtype=u16).view(f16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = np.exp2(x.astype(f64))
+        nearest = exact.astype(f16)
+        cut = np.where(nearest > exact, np.nextafter(nearest, f16(0)), nearest)
+    return np.select([x >= 16, x == f16(-(2.0**-24))], [f16(np.inf), f16(1)], cut)
+
+
+#: ``ex2.approx.f16`` of every bit pattern, as an H200 gives it: 2^x cut off towards zero (but for the number nearest to 1 below it).
+EX2_F16 = _ex2_f16()
 
 
 def half_max(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
