@@ -70,7 +70,7 @@ def prepare(
         offsets_q = equal_offsets(q.shape[0], 1, q.device)
     rows, order = block[0], "accumulator" if copy_pays(q, k, samples) else None
     if causal or not config.center_p:
-        works = [Work(v, offsets_k, rows, order=order), Work(k, offsets_k, rows), Work(q, offsets_q, rows)]
+        works = [Work(v, offsets_k, rows, order=order), Work(k, offsets_k, rows), Work(q, offsets_q, rows, bounded=True)]
         quantize_all(works)
         return Prepared(*(w.made for w in reversed(works)), None, None, None, None)
     k, v = aligned_rows(k), aligned_rows(v)
@@ -78,7 +78,7 @@ def prepare(
     works = [
         Work(v, offsets_k, rows, order=order, means=v_mean, sums=True),
         Work(k, offsets_k, rows, means=k_mean),
-        Work(q, offsets_q, rows, vectors=k_mean),
+        Work(q, offsets_q, rows, vectors=k_mean, bounded=True),
     ]
     quantize_all(works, softmax_scale)
     parts = works[0].parts

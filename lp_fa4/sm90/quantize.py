@@ -12,6 +12,9 @@ Optional by-products of the same read:
 * ``dots``: FP32 dot product of every row with a vector of its sequence, e.g. the scores that a subtracted mean of K
   would have had.
 
+``bounded``: exponents are raised until no row's codes sum to more than 146 (``lp_fa4.mx.quantize``). A thread counts its
+elements in units, eight rows of a row's threads are added up in eight shuffles, and the tile meets once more.
+
 Bytes are those of ``lp_fa4.mx.quantize_mx`` for the same FP32 values. Every row, scale and position is written, pads
 and slack included.
 """
@@ -25,15 +28,17 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cutlass_dsl import T
 from torch import Tensor
 
 from lp_fa4.common.backward_host import aligned_rows
-from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, scale_of_byte, warp_max
+from lp_fa4.common.numbers import absolute, byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max, scale_of_byte, warp_max
 from lp_fa4.common.rows import eight, elements, extreme, fma, wide, words_of
 from lp_fa4.common.sequence import TILE, find_sequence, region_groups
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
+from lp_fa4.mx.quantize import ROW_LIMIT, ROW_SHIFTS, ROW_UNITS
 from lp_fa4.sm90.operands import MXTensorWithCopy
 from lp_fa4.sm90.tile_transpose import THREADS, shared_words, store_columns, word_index
 
@@ -45,7 +50,7 @@ CARVEOUT = 45
 @dataclass(frozen=True)
 class QuantizeSpec:
     """Compile key of one operand: see the module's docstring. ``offsets``: dtype of its sequences' offsets. ``order``: of the
-    transposed copy, or None. ``group``: for ``dots``, heads of x per head of its vectors."""
+    transposed copy, or None. ``group``: for ``dots``, heads of x per head of its vectors. ``bounded``: rows' sums of codes."""
 
     head_dim: int
     dtype: str
@@ -56,6 +61,7 @@ class QuantizeSpec:
     sums: bool = False
     dots: bool = False
     group: int = 1
+    bounded: bool = False
 
     @property
     def lanes(self) -> int:
@@ -132,7 +138,11 @@ class Quantize:
         d = self.specs[0].head_dim
         index, _, _ = cute.arch.block_idx()
         smem = cutlass.utils.SmemAllocator()
-        shared = SimpleNamespace(maxima=smem.allocate_tensor(Int32, cute.make_layout((WARPS, 4)), byte_alignment=16), tile=None, parts=None)
+        shared = SimpleNamespace(
+            maxima=smem.allocate_tensor(Int32, cute.make_layout((WARPS, 4)), byte_alignment=16), units=None, tile=None, parts=None
+        )
+        if const_expr(any(s.bounded for s in self.specs)):
+            shared.units = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 4)), byte_alignment=16)
         if const_expr(any(s.order is not None for s in self.specs)):
             shared.tile = smem.allocate_tensor(Uint32, cute.make_layout(shared_words(d)), byte_alignment=16)
         if const_expr(any(s.sums for s in self.specs)):
@@ -166,6 +176,8 @@ class Quantize:
         self.measure(spec, raw, mean, at, shared)
         bytes_, inverses = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
         self.find_scales(spec, at, bytes_, inverses, shared)
+        if const_expr(spec.bounded):
+            self.bound_rows(spec, raw, bytes_, inverses, shared)
         nothing = Uint32(bytes_[0] >> 8)  # 0, which no compiler can know: else FP32 values are kept, or spilled, instead of widened again
         for i in cutlass.range_constexpr(cute.size(raw)):
             raw[i] = raw[i] | nothing
@@ -232,6 +244,38 @@ class Quantize:
             most = most if at.begin + at.first + g * spec.block < at.end else Int32(0)
             bytes_[g] = byte_of_amax_bits(most)
             inverses[g] = inverse_of_byte(bytes_[g]) if most > 0 else Float32(0.0)
+
+    @cute.jit
+    def bound_rows(self, spec: cutlass.Constexpr, raw, bytes_, inverses, shared):
+        """Exponents raised until the codes of a row sum to at most ``ROW_SUM``. (Rows past a sequence's end are its last one again; a block
+        without a token stays zeros.)"""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane, each = tid // 32, tid % 32, spec.passes // spec.blocks
+        for g in cutlass.range_constexpr(spec.blocks):
+            values = [wide([raw[w, p] for w in range(spec.words)], spec.dtype) for p in range(each * g, each * (g + 1))]
+            rows = [row_units(row, inverses[g]) for row in values]
+            for bit in cutlass.range_constexpr(int(math.log2(spec.lanes))):
+                if const_expr(len(rows) > 1):  # each exchange halves the rows that a thread has
+                    upper = (lane >> bit) & 1
+                    half = len(rows) // 2
+                    pairs = [(rows[half + i], rows[i]) if upper == 1 else (rows[i], rows[half + i]) for i in range(half)]
+                    rows = [keep + cute.arch.shuffle_sync_bfly(send, offset=1 << bit) for keep, send in pairs]
+                else:
+                    rows = [rows[0] + cute.arch.shuffle_sync_bfly(rows[0], offset=1 << bit)]
+            most = warp_max(rows[0])
+            if lane == 0:
+                shared.units[warp, g] = most
+        cute.arch.sync_threads()
+        for g in cutlass.range_constexpr(spec.blocks):
+            most = shared.units[0, g]
+            for w in cutlass.range_constexpr(1, WARPS):
+                most = cutlass.max(most, shared.units[w, g])
+            if bytes_[g] < 255 and inverses[g] > 0.0:
+                byte = bytes_[g]
+                for i in cutlass.range_constexpr(ROW_SHIFTS):
+                    byte = byte + Int32(most > (ROW_LIMIT * ROW_UNITS << i))
+                bytes_[g] = cutlass.min(byte, 254)
+                inverses[g] = inverse_of_byte(bytes_[g])
 
     @cute.jit
     def encode(self, spec: cutlass.Constexpr, raw, mean, at, bytes_, inverses, results, factor, shared):
@@ -349,6 +393,14 @@ class Quantize:
             sums[tile_row, at.head, tid] = total if at.begin + at.first < at.end else Float32(0.0)
 
 
+def row_units(values, inverse):
+    """Magnitudes of some values in units (``lp_fa4.mx.quantize.row_units``), added up."""
+    total = Int32(0)
+    for value in values:
+        total = total + Int32(inline_ptx(T.i32(), [absolute(value) * inverse * float(ROW_UNITS)], "cvt.rzi.s32.f32 $0, $1;", "=r,f"))
+    return total
+
+
 @kernel_cache
 def _compile_quantize(arch: str, *specs: QuantizeSpec):
     """One launch for operands with these choices; those with the same kind of offsets may share them or not."""
@@ -383,6 +435,7 @@ class Work:
     means: Tensor | None = None
     sums: bool = False
     vectors: Tensor | None = None
+    bounded: bool = False
 
     def __post_init__(self) -> None:
         x = self.x = aligned_rows(self.x)
@@ -400,7 +453,7 @@ class Work:
         """Its compile key."""
         group = self.x.shape[1] // self.vectors.shape[1] if self.vectors is not None else 1
         kinds = (self.x.shape[2], dtype_name(self.x), dtype_name(self.offsets), self.block, self.order)
-        return QuantizeSpec(*kinds, self.means is not None, self.sums, self.vectors is not None, group)
+        return QuantizeSpec(*kinds, self.means is not None, self.sums, self.vectors is not None, group, self.bounded)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -432,6 +485,7 @@ def quantize(
     means: Tensor | None = None,
     sums: bool = False,
     vectors: Tensor | None = None,
+    bounded: bool = False,
     factor: float = 1.0,
 ) -> tuple[MXTensor, Tensor | None, Tensor | None]:
     """``x [T, H, D]`` in blocks ``(block, D)``, D 64 or 128, sequences by int ``offsets [B + 1]``, B >= 1, T >= 1.
@@ -441,8 +495,9 @@ def quantize(
         means: fp32 ``[B, H, D]`` subtracted first.
         sums: also return the tiles' column sums of what is quantized, fp32 ``[T // 128 + B, H, D]`` (zeros for a tile
             without tokens).
+        bounded: no row's codes sum to more than 146 (not with ``means``).
         vectors: fp32 ``[B, H / group, D]``; also return ``factor * x . vectors`` of every row, fp32 ``[H, T]``.
     """
-    work = Work(x, offsets, block, order, means, sums, vectors)
+    work = Work(x, offsets, block, order, means, sums, vectors, bounded)
     quantize_all([work], factor)
     return work.made, work.parts, work.dots

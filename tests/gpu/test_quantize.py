@@ -68,6 +68,31 @@ def test_quantize_is_the_definition(dim, block, dtype):
     assert torch.equal(got.transposed, transposed_by_hand(want.codes, offsets, "accumulator"))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32", "rounds up", "tiny", "huge"])
+def test_bounded_rows_are_the_definition(dim, block, kind):
+    """Sums of a row's codes stay at 146 or less: rows of any size, elements that all round up, magnitudes at both ends of FP32."""
+    from lp_fa4.sm90.quantize import quantize
+
+    offsets = offsets_of(LENGTHS)
+    x = values(sum(LENGTHS) + 50, 3, dim, getattr(torch, kind, torch.float32))
+    if kind == "rounds up":
+        x = 1.0626 * torch.exp2(torch.randint(-3, 3, x.shape, device=DEVICE).float())
+    x = x * {"tiny": 2.0**-132, "huge": 2.0**118}.get(kind, 1.0)
+    want = quantize_mx(x, (block, dim), offsets, token_dim=0, bounded_rows=True)
+    vectors = torch.randn(len(LENGTHS), 3, dim, device=DEVICE)
+    poison()
+    got, _, dots = quantize(x, offsets, block=block, bounded=True, vectors=vectors)
+    assert torch.equal(got.codes, want.codes)
+    assert torch.equal(got.scale_bytes, want.scale_bytes)
+    sums = got.payload[: sum(LENGTHS)].double().abs().sum(-1)
+    assert 40 < float(sums.max()) <= 146
+    plain = quantize(x, offsets, block=block, vectors=vectors)[2]
+    if kind != "huge":
+        torch.testing.assert_close(dots, plain, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
 def test_centred_sums_and_dots():
     from lp_fa4.common.sequence_vectors import sample_means, sum_tiles
     from lp_fa4.reference import sequence_sums
@@ -132,7 +157,7 @@ def test_operands_in_one_launch(dim, dtypes):
     choices = [
         dict(x=v, offsets=offsets, order="accumulator", means=means, sums=True),
         dict(x=k, offsets=offsets, block=32, means=vectors),
-        dict(x=q, offsets=queries, vectors=vectors),
+        dict(x=q, offsets=queries, vectors=vectors, bounded=True),
     ]
     poison()
     works = [Work(**choice) for choice in choices]
