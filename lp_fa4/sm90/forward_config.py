@@ -1,5 +1,6 @@
 """Compile-time choices of the Hopper forward, and the tuning table. No ``cutlass`` here."""
 
+import math
 from dataclasses import dataclass
 
 QUERY_TILE = 128
@@ -20,6 +21,12 @@ FEW_COLUMNS = (8, 16, 64)
 WIDER = 2
 """Powers of two that P's scale gives to the threshold where V's exponents are not folded into P: with 2**5 and 3.75 instead of 2**7
 and 1.75 P's bound is the same, and few tiles move a reference. E4M3 then loses P under 2**-14 of the largest instead of 2**-16."""
+
+
+def half_scale(scale: float) -> float:
+    """The nearest number with FP16's eleven bits, whatever its exponent: times a power of two it is a FP16 number."""
+    mantissa, exponent = math.frexp(scale)
+    return math.ldexp(round(mantissa * 2.0**11), exponent - 11)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ class ForwardSpec:
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
         stages: K and V^T tiles in flight.
         retries: whole tiles go unseen and are done again where a P is too large; otherwise their maxima come first (``forward_softmax``).
+        halves: scores in FP16 where a row's codes allow it (``forward_halves``).
+        together: key tiles whose P V shares an accumulator, with ``halves``.
         tied: of so many runs of 16 keys one has its exponentials held back, by ``lag``.
         lag: groups of four exponentials that may be under way at once; 0 leaves their order to ptxas.
         registers: of a consumer and of a producer thread.
@@ -83,6 +92,8 @@ class ForwardSpec:
     threshold: float = 1.75
     stages: int = 3
     retries: bool = True
+    halves: bool = False
+    together: int = 1
     lag: int = 4
     tied: int = 2
     registers: tuple[int, int] = (240, 24)
@@ -90,6 +101,7 @@ class ForwardSpec:
     def __post_init__(self) -> None:
         assert not (self.centred and self.causal), "causal rows have no common sum of V"
         assert self.values in ("copied", "plain") and self.stages >= PLAIN_TILES
+        assert not self.halves or (self.key_scale == self.value_scale == self.split_keys == 0), "exponents of tiles have FP32 scores"
 
     @property
     def turns(self) -> bool:

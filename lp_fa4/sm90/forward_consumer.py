@@ -13,14 +13,29 @@ sequence's end or the causal diagonal cuts come last and have a loop of their ow
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.halves import pair
 from lp_fa4.common.numbers import exp2, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
-from lp_fa4.sm90.forward_epilogue import finish, finish_split, row_numbers
+from lp_fa4.sm90.forward_epilogue import EPILOGUE, finish, finish_split, row_numbers
+from lp_fa4.sm90.forward_halves import (
+    HalfState,
+    exponentiate_halves,
+    mask_halves,
+    move_halves,
+    past_range,
+    rescale,
+    retry_halves,
+    rows_fit,
+    settle,
+    start_halves,
+    take_halves,
+)
 from lp_fa4.sm90.forward_producer import key_tiles
+from lp_fa4.sm90.forward_ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, barrier_at, next_place, release
 from lp_fa4.sm90.forward_softmax import (
     RowState,
     exponentiate,
@@ -36,17 +51,6 @@ from lp_fa4.sm90.wgmma import issue, low_half, product
 from lp_fa4.sm90.worklist import FIELDS
 
 TURN = 2  # first of two named barriers
-K_FULL, K_EMPTY, V_FULL, V_EMPTY = range(4)
-"""A stage's barriers: in this order, all stages of one behind one another (``forward_kernel``)."""
-
-
-@cute.jit
-def release(barrier, was_read: cutlass.Constexpr = False):
-    """One arrival per warp. ``was_read``: its lanes loaded what the stage holds, so all of them must have come here first."""
-    if const_expr(was_read):
-        cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
@@ -98,14 +102,15 @@ def take_factors(spec: cutlass.Constexpr, state, factors: cute.Tensor):
 
 
 @cute.jit
-def mask_tile(spec: cutlass.Constexpr, c, scores, tile: Int32, limits, qi: Int32):
+def mask_tile(spec: cutlass.Constexpr, c, scores, tile: Int32, limits, qi: Int32, halves: cutlass.Constexpr = False):
     """Masks a tile that the sequence's end or the diagonal cuts."""
     limit0, limit1, lowest = limits
     if (tile + 1) * KEY_TILE > lowest:
         if const_expr(spec.causal):  # read again: they would hold registers all through the loop over whole tiles
             item = c.s.item[None, qi]
             limit0, limit1 = tile_limits(spec, item[2] + c.row, item[4], item[6])
-        mask_scores(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
+        mask = mask_halves if const_expr(halves) else mask_scores
+        mask(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
 
 
 @cute.jit
@@ -174,45 +179,45 @@ def retry(spec: cutlass.Constexpr, scores, codes, state, scale):
 
 
 @cute.jit
-def next_place(spec: cutlass.Constexpr, place):
-    """The ring's place behind ``place``: (stage, phase, lower half of the descriptor of the stage's K, address of its first barrier).
+def issue_products(spec: cutlass.Constexpr, c, qk, scores, partial, work, ring, fresh: cutlass.Constexpr):
+    """Q K of the next tile and P V of the tile before: waits for their operands and for the turn."""
+    q_low, d = work[3], spec.head_dim
+    place, before, ready = ring
+    zero = c.t.zero if const_expr(spec.halves) else None
+    first = (None, None, None, 0)
+    if not ready:
+        cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
+    cute.arch.barrier(barrier_id=TURN + c.wg, number_of_threads=256)
+    product(qk, scores, c.q[first], c.k[first], True, place[2], d, q_low, d, zero)
+    cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before[1])
+    product(c.mma.pv, partial, c.p, c.v[first], fresh, before[2] + c.s.k_bytes // 16, KEY_TILE, zero=zero)
 
-    V lies behind K, by a constant. All of it is carried along: made from the stage at every use, descriptors and addresses are twenty
-    instructions, a chain of eight of them between the turn and the first product.
-    """
-    stage, phase, low, barriers = place
-    last = stage == spec.stages - 1
-    step = Int32(1 - spec.stages) if last else Int32(1)
-    flip = Int32(1) if last else Int32(0)
-    return stage + step, phase ^ flip, low + step * (KEY_TILE * spec.head_dim // 16), barriers + 8 * step
 
-
-def barrier_at(spec, place, which: int):
-    """One of a stage's barriers."""
-    return cute.make_ptr(Int64, place[3] + 8 * spec.stages * which, cute.AddressSpace.smem, assumed_align=8)
+@cute.jit
+def end_products(spec: cutlass.Constexpr, c, ring, following):
+    """Both products awaited, the turn and V handed over. Returns whether the next K was seen to be there: looked at under the
+    exponentials, the barrier's latency is hidden."""
+    warpgroup.wait_group(0)
+    cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
+    release(barrier_at(spec, ring[1], V_EMPTY))
+    return cute.arch.mbarrier_test_wait(barrier_at(spec, following, K_FULL), following[1])
 
 
 @cute.jit
 def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlass.Constexpr):
     """One turn of the loop: scores and softmax of ``tile`` beside P V of the tile before. Returns the next turn's ``ring``: (place of its
-    K, place of its V, whether that K was seen to be there: looked at under the exponentials, the barrier's latency is hidden).
+    K, place of its V, whether that K was seen to be there).
 
     ``work``: (key limits of the rows, query factor, stage of the item, its Q's descriptor). ``whole``: no mask can cut the tile.
     """
-    s, mma, state, d = c.s, c.mma, c.state, spec.head_dim
-    limits, factor, qi, q_low = work
-    place, before, ready = ring
+    s, state = c.s, c.state
+    limits, factor, qi, _ = work
+    place = ring[0]
     following = next_place(spec, place)
     # wgmma's accumulators are in/out operands: made anew, so that they are not live through the back edge
     scores = cute.make_rmem_tensor(c.score_shape, Float32)
     partial = cute.make_rmem_tensor(c.out_shape, Float32)
-    first = (None, None, None, 0)
-    if not ready:
-        cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
-    cute.arch.barrier(barrier_id=TURN + c.wg, number_of_threads=256)
-    product(mma.qk, scores, c.q[first], c.k[first], True, place[2], d, q_low, d)
-    cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before[1])
-    product(mma.pv, partial, c.p, c.v[first], True, before[2] + s.k_bytes // 16, KEY_TILE)
+    issue_products(spec, c, c.mma.qk, scores, partial, work, ring, True)
     scale, exponents, exponent = factors_of(spec, factor, s.exponents, place[0])
     warpgroup.wait_group(1)
     release(barrier_at(spec, place, K_EMPTY), spec.scaled)
@@ -227,10 +232,7 @@ def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlas
             move_reference(spec, scores, state, scale, exponents, r, spec.growth)
     elif const_expr(not spec.retries):
         prepare(spec, scores, state, scale)
-    warpgroup.wait_group(0)
-    cute.arch.barrier_arrive(barrier_id=TURN + 1 - c.wg, number_of_threads=256)
-    release(barrier_at(spec, before, V_EMPTY))
-    ready = cute.arch.mbarrier_test_wait(barrier_at(spec, following, K_FULL), following[1])
+    ready = end_products(spec, c, ring, following)
     after = (partial[0], c.t.zero)
     if const_expr(not looks):
         add_partial(spec, c.total, partial, factors)
@@ -252,6 +254,104 @@ def next_tile(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlas
             retry(spec, scores, c.codes, state, scale)
     take_tile(spec, state)
     return following, place, ready
+
+
+@cute.jit
+def next_halves(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutlass.Constexpr, partial=None, part=(True, True)):
+    """:func:`next_tile` with FP16 scores. ``work`` ends with the factor as FP16, twice. ``partial``, ``part``: the accumulator of a group
+    of tiles, and whether the P V under way is the group's first, and its last."""
+    state = c.state
+    limits, factor, qi, _, factor2 = work
+    opens, closes = part
+    following = next_place(spec, ring[0])
+    raw = cute.make_rmem_tensor(c.score_shape, Float16)
+    if const_expr(partial is None):
+        partial = cute.make_rmem_tensor(c.out_shape, Float32)
+    issue_products(spec, c, c.mma.halves, raw, partial, work, ring, opens)
+    warpgroup.wait_group(1)
+    release(barrier_at(spec, ring[0], K_EMPTY))
+    scores = cute.recast_tensor(raw, Int32)
+    factors = cute.make_rmem_tensor(2, Float32)
+    if const_expr(not whole):
+        mask_tile(spec, c, scores, tile, limits, qi, True)
+        for r in cutlass.range_constexpr(2):
+            move_halves(spec, scores, state, factor, r, spec.growth)
+            factors[r] = state.alpha[r]
+    ready = end_products(spec, c, ring, following)
+    if const_expr(whole and closes):
+        add(c.total, partial)
+    exponentiate_halves(spec, scores, c.codes, state, factor2, (partial[0], c.t.zero), whole)
+    if const_expr(not whole):  # the partial O is in the units before the move
+        add(c.total, partial)
+        rescale(c.total, factors)
+    else:
+        if cute.arch.vote_any_sync(past_range(spec, state)):
+            retry_halves(spec, scores, c.codes, state, factor, factor2)
+            rescale(c.total, state.alpha)
+            if const_expr(not closes):
+                rescale(partial, state.alpha)
+    take_halves(state)
+    return following, ring[0], ready
+
+
+@cute.jit
+def add(total: cute.Tensor, partial: cute.Tensor):
+    """``total += partial``."""
+    for i in cutlass.range_constexpr(cute.size(total)):
+        total[i] = total[i] + partial[i]
+
+
+@cute.jit
+def tiles_of_item(spec: cutlass.Constexpr, c, item, numbers, query, place, halves: cutlass.Constexpr):
+    """Scores, softmax and P V of an item's tiles but for the last one's P V, whose codes are left. Returns ``ring`` as behind a turn.
+
+    ``numbers``: of ``start_item``; ``query``: (stage of the item, its Q's descriptor).
+    """
+    first, tiles, limit0, limit1, lowest, factor = numbers
+    qi, q_low = query
+    limits = (limit0, limit1, lowest)
+    cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
+    scores = cute.make_rmem_tensor(c.score_shape, Float16 if const_expr(halves) else Float32)
+    issue(c.mma.halves if const_expr(halves) else c.mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
+    tile_factors = factors_of(spec, factor, c.s.exponents, place[0])
+    warpgroup.wait_group(0)
+    release(barrier_at(spec, place, K_EMPTY), spec.scaled)
+    ring = (next_place(spec, place), place, Boolean(False))
+    begin, end = first + 1, first + tiles
+    whole = cutlass.max(cutlass.min(end, lowest // KEY_TILE), begin)
+    if const_expr(halves):
+        factor2 = pair(factor)
+        words = cute.recast_tensor(scores, Int32)
+        if (first + 1) * KEY_TILE > lowest:
+            mask_halves(words, c.column, limit0 - first * KEY_TILE, limit1 - first * KEY_TILE)
+        start_halves(spec, words, c.state, factor, item[6])
+        exponentiate_halves(spec, words, c.codes, c.state, factor2, None, False)
+        take_halves(c.state)
+        work = (limits, factor, qi, q_low, factor2)
+        if const_expr(spec.together > 1):
+            groups = (whole - begin) // spec.together
+            for i in cutlass.range(groups, unroll=1):
+                partial = cute.make_rmem_tensor(c.out_shape, Float32)
+                for n in cutlass.range_constexpr(spec.together):
+                    part = (n == 0, n == spec.together - 1)
+                    ring = next_halves(spec, c, begin + spec.together * i + n, work, ring, True, partial, part)
+            begin = begin + spec.together * groups
+        for tile in cutlass.range(begin, whole, unroll=1):
+            ring = next_halves(spec, c, tile, work, ring, True)
+        for tile in cutlass.range(whole, end, unroll=1):
+            ring = next_halves(spec, c, tile, work, ring, False)
+        settle(spec, c.state)
+        c.state.alpha.fill(1.0)
+    else:
+        if const_expr(spec.halves):
+            c.state.cut[0] = Float32(0.0)
+        first_tile(spec, c, scores, tile_factors, item, first, limits)
+        work = (limits, factor, qi, q_low)
+        for tile in cutlass.range(begin, whole, unroll=1):
+            ring = next_tile(spec, c, tile, work, ring, True)
+        for tile in cutlass.range(whole, end, unroll=1):
+            ring = next_tile(spec, c, tile, work, ring, False)
+    return ring
 
 
 @cute.jit
@@ -280,11 +380,12 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         p=p_frag,
         codes=cute.recast_tensor(p_frag, Int32),
         total=total,
-        state=RowState(),
+        state=HalfState() if const_expr(spec.halves) else RowState(),
         score_shape=score_shape,
         out_shape=out_shape,
     )
     items = s.item
+    q_rows = Int32(s.q_at.toint()) + wg * (64 * spec.head_dim)
     q_first = low_half(Int32(s.q_at.toint())) + wg * (64 * spec.head_dim // 16)
     if wg == 0:
         cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
@@ -294,43 +395,37 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
     sequence = items[0, qi]
     while sequence >= 0:
         item = items[None, qi]
-        first, tiles, limit0, limit1, lowest, factor = start_item(spec, t, item, row_in_tile, wg)
-        limits = (limit0, limit1, lowest)
+        numbers = start_item(spec, t, item, row_in_tile, wg)
         total.fill(0.0)
         if const_expr(spec.resumes):  # noqa: SIM102
             if item[7] > 0:
                 cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
                 scores = cute.make_rmem_tensor(score_shape, Float32)
                 issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
-                scale, exponents, _ = factors_of(spec, factor, s.exponents, place[0])
+                scale, exponents, _ = factors_of(spec, numbers[5], s.exponents, place[0])
                 warpgroup.wait_group(0)
                 release(barrier_at(spec, place, K_EMPTY), spec.scaled)
                 start_state(spec, scores, c.state, scale, exponents, item[6])
                 cute.arch.mbarrier_wait(barrier_at(spec, place, V_FULL), place[1])
                 release(barrier_at(spec, place, V_EMPTY))
                 place = next_place(spec, place)
-        cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
-        scores = cute.make_rmem_tensor(score_shape, Float32)
-        issue(mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
-        tile_factors = factors_of(spec, factor, s.exponents, place[0])
-        warpgroup.wait_group(0)
-        release(barrier_at(spec, place, K_EMPTY), spec.scaled)
-        first_tile(spec, c, scores, tile_factors, item, first, limits)
-        ring = (next_place(spec, place), place, Boolean(False))
-        work = (limits, factor, qi, q_first + qi * (QUERY_TILE * spec.head_dim // 16))
-        end = first + tiles
-        whole = cutlass.max(cutlass.min(end, lowest // KEY_TILE), first + 1)
-        for tile in cutlass.range(first + 1, whole, unroll=1):
-            ring = next_tile(spec, c, tile, work, ring, True)
-        for tile in cutlass.range(whole, end, unroll=1):
-            ring = next_tile(spec, c, tile, work, ring, False)
+        query = (qi, q_first + qi * (QUERY_TILE * spec.head_dim // 16))
+        ring = (place, place, Boolean(False))
+        if const_expr(spec.halves):
+            rows = q_rows + qi * (QUERY_TILE * spec.head_dim)
+            if rows_fit(spec, rows, item[4] - item[2] - wg * 64, numbers[5], Int32(EPILOGUE) + wg):
+                ring = tiles_of_item(spec, c, item, numbers, query, place, True)
+            else:
+                ring = tiles_of_item(spec, c, item, numbers, query, place, False)
+        else:
+            ring = tiles_of_item(spec, c, item, numbers, query, place, False)
         place, before, _ = ring
         cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before[1])
         partial = cute.make_rmem_tensor(out_shape, Float32)
         issue(mma.pv, partial, c.p, c.v[None, None, None, before[0]])
-        numbers = None
+        results = None
         if const_expr(spec.split_keys == 0):
-            numbers = row_numbers(spec, c.state, item)
+            results = row_numbers(spec, c.state, item)
         warpgroup.wait_group(0)
         release(barrier_at(spec, before, V_EMPTY))
         factors = cute.make_rmem_tensor(2, Float32)
@@ -339,7 +434,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         if const_expr(spec.split_keys > 0):
             finish_split(spec, t, total, c.state, item, row_in_tile, c.column)
         else:
-            finish(spec, t, s, mma, total, numbers, item, qi)
+            finish(spec, t, s, mma, total, results, item, qi)
         release(bars.q_empty + qi, True)
         qi = qi + 1
         if qi == 2:

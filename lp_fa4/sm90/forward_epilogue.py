@@ -94,7 +94,8 @@ def row_numbers(spec: cutlass.Constexpr, state, item: cute.Tensor):
         centers.append(center * inverse)
         seen.append(Float32(0.0) if empty else Float32(1.0))
         maxima.append(maximum)
-        exponents.append(log2(value) + (state.reference[r] - maximum))
+        exponent = log2(value) + (state.reference[r] - maximum)
+        exponents.append(exponent + state.cut[0] if const_expr(spec.halves) else exponent)
     return scale, centers, seen, maxima, exponents
 
 
@@ -102,7 +103,7 @@ def row_numbers(spec: cutlass.Constexpr, state, item: cute.Tensor):
 def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, numbers, item: cute.Tensor, qi: Int32):
     """Write out, centred out, lse, row maximum and row sum of this warpgroup's rows of the item in stage ``qi``.
 
-    ``numbers``: of ``row_numbers``.
+    ``numbers``: of ``row_numbers``. The maximum is returned in the exact scale (``ForwardSpec.halves`` rounds it).
     """
     tid, _, _ = cute.arch.thread_idx()
     thread, lane = tid % 128, tid % 32
@@ -153,7 +154,7 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, numbers, item
     for r in cutlass.range_constexpr(2):
         row = tile_row + thread // 32 * 16 + lane // 4 + 8 * r
         if (lane % 4 == 0) & (row < queries):
-            store_statistics(t, (head, first_out + row), seen[r] == 0.0, maxima[r], exponents[r])
+            store_statistics(t, (head, first_out + row), seen[r] == 0.0, maxima[r] * t.stretch, exponents[r])
 
 
 @cute.jit

@@ -12,7 +12,7 @@ from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.ops import problem_features
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, WIDER, FewSpec, ForwardSpec
+from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, WIDER, FewSpec, ForwardSpec, half_scale
 from lp_fa4.sm90.operands import MXTensorWithCopy
 
 HEAD_DIMS = (64, 128)
@@ -53,6 +53,7 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         None if whole else fake("float32", (4, slots, heads, queries), align=4, compact=True),
         fake("int32", (symbol(), _FIELDS), compact=True),
         fake("int32", (symbol(),), align=4),
+        Float32(1.0),
         Float32(1.0),
         Int32(1),
         Int32(1),
@@ -128,6 +129,8 @@ def split_keys_of(problem: AttentionProblem) -> int:
 
 def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, values: str) -> ForwardSpec:
     query, key, value = blocks
+    split = split_keys_of(problem)
+    halves = key == 0 and value == 0 and split == 0
     return ForwardSpec(
         head_dim=problem.head_dim,
         group=problem.group,
@@ -140,13 +143,15 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
         value_scale=value,
         query_static=query == 0,
         values=values,
-        split_keys=split_keys_of(problem),
+        split_keys=split,
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
+        halves=halves,
+        together=2 if halves and values == "plain" else 1,
         retries=problem.causal or (value != 128 and not problem.shared_q),  # as measured, and so are the next two:
         # with another lag ptxas puts most of the exponentials before the hand-over of the turn
-        tied=4 if value == 128 and not problem.causal else 2,
-        lag=4 if value != 128 else 3 if problem.head_dim == 128 and not problem.causal else 6,
+        tied=1 if halves and problem.causal else 4 if value == 128 and not problem.causal else 2,
+        lag=2 if halves and problem.causal else 4 if value != 128 else 3 if problem.head_dim == 128 and not problem.causal else 6,
     )
 
 
@@ -222,6 +227,8 @@ def _launch_forward(
         split_keys=spec.split_keys,
     )
     whole = spec.split_keys == 0
+    exact = problem.softmax_scale * LOG2_E
+    scale = half_scale(exact) if spec.halves else exact
     outputs = [result.out, result.centred_out if spec.outputs == 2 else None, result.lse, result.row_max, result.row_sum]
     launch(
         _compile_forward(arch_of(device), spec),
@@ -235,7 +242,8 @@ def _launch_forward(
         part_stats,
         records,
         state,
-        problem.softmax_scale * LOG2_E,
+        scale,
+        exact / scale if scale > 0.0 else 1.0,
         min(multiprocessors(device), records.shape[0]),
         0,
     )

@@ -9,7 +9,7 @@ a sequence's end in a K tile is masked, in a tile of V zeroed, in a Q tile not s
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass import Float8E4M3FN as E4M3
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
@@ -35,11 +35,11 @@ def first_stage(layout):
     return cute.select(layout, mode=[0, 1])
 
 
-def tiled_mma(columns: int, groups: int, register_a: bool):
+def tiled_mma(columns: int, groups: int, register_a: bool, result=Float32):
     """E4M3 x E4M3 -> FP32, 64 rows a warpgroup, both operands contiguous along the contraction."""
     source = warpgroup.OperandSource.RMEM if register_a else warpgroup.OperandSource.SMEM
     k = OperandMajorMode.K
-    return hopper.make_trivial_tiled_mma(E4M3, E4M3, k, k, Float32, (groups, 1, 1), (64, columns), source)
+    return hopper.make_trivial_tiled_mma(E4M3, E4M3, k, k, result, (groups, 1, 1), (64, columns), source)
 
 
 class Forward:
@@ -69,6 +69,7 @@ class Forward:
         records: cute.Tensor,
         state: cute.Tensor,
         scale_log2: Float32,
+        stretch: Float32,
         ctas: Int32,
         zero: Int32,
         stream,
@@ -105,17 +106,19 @@ class Forward:
         c_atom, t_c = result(centred) if const_expr(whole and spec.outputs == 2) else (o_atom, t_o)
         mma_qk, mma_pv = tiled_mma(KEY_TILE, 2, False), tiled_mma(d, 2, True)
         mma_out = tiled_mma(d, 1, True)
+        mma_halves = tiled_mma(KEY_TILE, 2, False, Float16)
         self.kernel(
-            mma_qk, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
+            mma_qk, mma_halves, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
             q_scale, k_scale, v_scale, v_sum, v_mean,
             out, centred, lse, maximum, total, parts, part_stats,
-            records, state, scale_log2, zero, l_q, l_k, l_v, l_p, l_o,
+            records, state, scale_log2, stretch, zero, l_q, l_k, l_v, l_p, l_o,
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
         mma_qk: cute.TiledMma,
+        mma_halves: cute.TiledMma,
         mma_pv: cute.TiledMma,
         mma_out: cute.TiledMma,
         q_atom: cute.CopyAtom,
@@ -143,6 +146,7 @@ class Forward:
         records: cute.Tensor,
         state: cute.Tensor,
         scale_log2: Float32,
+        stretch: Float32,
         zero: Int32,
         l_q: cute.ComposedLayout,
         l_k: cute.ComposedLayout,
@@ -215,7 +219,7 @@ class Forward:
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             vectors=[x for x in (v_sum, v_mean) if x is not None],
             out=(o_atom, t_o, out), centred=(c_atom, t_c, centred), lse=lse, maximum=maximum, sum=total,
-            parts=parts, part_stats=part_stats, records=records, state=state, scale_log2=scale_log2, zero=zero,
+            parts=parts, part_stats=part_stats, records=records, state=state, scale_log2=scale_log2, stretch=stretch, zero=zero,
         )  # fmt: skip
         if warp < 4:
             cute.arch.setmaxregister_decrease(spec.registers[1])
@@ -226,7 +230,7 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(spec.registers[0])
             store = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), BFloat16), mma_out)
-            mma = Bundle(qk=mma_qk, pv=mma_pv, out=mma_out, store=store)
+            mma = Bundle(qk=mma_qk, halves=mma_halves, pv=mma_pv, out=mma_out, store=store)
             consume(spec, t, s, bars, mma)
             if warp % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0)

@@ -19,27 +19,37 @@ def low_half(address):
     return (address >> 4) | 0x10000
 
 
-def described(low, row_bytes: int):
-    """The descriptor with this lower half."""
+def described(low, row_bytes: int, zero=None, of_a: bool = False):
+    """The descriptor with this lower half. ``zero``: an Int32 that is 0 at run time and unknown at compile time, or None.
+
+    With it the upper half is a number of each operand's own that ptxas keeps in its uniform register; of a constant it makes a copy for
+    every product (13 of 22 moves a turn of the forward's loop).
+    """
+    if zero is not None:
+        upper = zero ^ UPPER_HALF[row_bytes] if of_a else zero + UPPER_HALF[row_bytes]
+        return int_to_smem_descriptor(Int64(inline_ptx(T.i64(), [low, upper], "mov.b64 $0, {$1, $2};", "=l,r,r")))
     text = f"{{.reg .b32 h; mov.b32 h, {UPPER_HALF[row_bytes]:#x}; mov.b64 $0, {{$1, h}};}}"
     return int_to_smem_descriptor(Int64(inline_ptx(T.i64(), [low], text, "=l,r")))
 
 
 @cute.jit
-def product(mma, acc, a, b, zero: cutlass.Constexpr, b_low, b_bytes: cutlass.Constexpr, a_low=None, a_bytes: cutlass.Constexpr = 0):
-    """Issue ``acc (+)= a b`` over all K blocks as one wgmma group. Operands of shared memory are given by the lower halves of their
-    descriptors and the bytes of their rows; of the fragments ``a`` and ``b`` only the layouts count then.
+def product(
+    mma, acc, a, b, fresh: cutlass.Constexpr, b_low, b_bytes: cutlass.Constexpr, a_low=None, a_bytes: cutlass.Constexpr = 0, zero=None
+):
+    """Issue ``acc (+)= a b`` over all K blocks as one wgmma group; ``fresh``: what ``acc`` held does not count. Operands of shared memory
+    are given by the lower halves of their descriptors and the bytes of their rows; of the fragments ``a`` and ``b`` only the layouts count
+    then. ``zero``: as in :func:`described`.
 
     From descriptor fragments the DSL makes 64-bit sums, five uniform instructions more a wgmma, each waiting for the one before.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    atom.set(warpgroup.Field.ACCUMULATE, not fresh)
     for k in cutlass.range_constexpr(cute.size(a.shape[2])):
         left, right = a[None, None, k], b[None, None, k]
         if const_expr(a_low is not None):
-            left = cute.make_tensor(described(a_low + 2 * k, a_bytes), left.layout)
-        right = cute.make_tensor(described(b_low + 2 * k, b_bytes), right.layout)
+            left = cute.make_tensor(described(a_low + 2 * k, a_bytes, zero, True), left.layout)
+        right = cute.make_tensor(described(b_low + 2 * k, b_bytes, zero), right.layout)
         cute.gemm(atom, acc, left, right, acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

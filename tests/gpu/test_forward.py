@@ -53,6 +53,14 @@ CASES = {
 }
 
 
+# FP16 scores need queries whose rows are bounded; as above they are not
+CASES |= {
+    f"{name}, bounded": dataclasses.replace(case, bounded=True)
+    for name, case in CASES.items()
+    if case.block == "static" and "few" not in name
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_error(name):
     problem = CASES[name].make()
@@ -125,9 +133,9 @@ def test_rising_maximum():
         check(problem, run(problem))
 
 
-@pytest.mark.parametrize("block", ["static", (128, 128)])
+@pytest.mark.parametrize("block, bounded", [("static", False), ("static", True), ((128, 128), False)])
 @pytest.mark.parametrize("centred", [True, False])
-def test_rows_that_leave_the_range_of_fp16(block, centred):
+def test_rows_that_leave_the_range_of_fp16(block, bounded, centred):
     """Whole tiles are done without maxima, and again where a P was FP16's infinity: rows that rise a little, just under and over that
     bound, and far, all at once or one by one, and fall again."""
     for step in (0.7, 2.8, 3.1, 9.0, 40.0):
@@ -144,7 +152,7 @@ def test_rows_that_leave_the_range_of_fp16(block, centred):
                     q[row, :, i] = 4.0
                     k[128 * i + 11 * i % 100, :, i] = step * 0.6931 * 128**0.5 / 4.0
 
-        problem = Case((1500, 90), queries=128, block=block, centred=centred).make(4, edit)
+        problem = Case((1500, 90), queries=128, block=block, centred=centred, bounded=bounded).make(4, edit)
         q, k = problem.q.dequantize(torch.float64), problem.k.dequantize(torch.float64)
         largest = float(torch.einsum("qhd,thd->hqt", q, k).abs().max()) * problem.softmax_scale
         check(problem, run(problem), lse_tolerance=max(4e-3, 2.0**-9 * largest))  # the scores' own error, as in test_negative_scores
@@ -160,8 +168,8 @@ def test_negative_scores():
     # The tensor core's FP8 sums keep 13 bits and truncate: over 2048 x 2048 products of 128 terms of one sign an H200 lost 2^-10.7 of
     # the sum on average and 2^-9.1 at most (with terms of both signs 2^-11.4 of the sum of magnitudes). The LSE is off by a mean of
     # the scores' errors, so by no more than the largest.
-    for queries in (64, 100):
-        problem = Case(HOSTILE, queries=queries).make(5, edit)
+    for queries, bounded in ((64, False), (100, False), (100, True)):
+        problem = Case(HOSTILE, queries=queries, bounded=bounded).make(5, edit)
         q, k = problem.q.dequantize(torch.float64), problem.k.dequantize(torch.float64)
         largest = float(torch.einsum("qhd,thd->hqt", q, k).abs().max()) * problem.softmax_scale
         check(problem, run(problem), lse_tolerance=2.0**-9 * largest)
@@ -174,12 +182,12 @@ def test_uniform_attention_over_131072_keys():
         q[:] *= 0.05
         v[:] = torch.randn_like(v) + 1.0
 
-    for centred in (True, False):
-        problem = Case((131072,), queries=128, heads=1, kv_heads=1, centred=centred, mean=False).make(6, edit)
+    for centred, bounded in ((True, False), (False, False), (True, True), (False, True)):
+        problem = Case((131072,), queries=128, heads=1, kv_heads=1, centred=centred, mean=False, bounded=bounded).make(6, edit)
         result = run(problem)
         truth, _ = exact(problem)
         bias = float((result.out.double() * truth).sum() / (truth * truth).sum()) - 1.0
-        print("bias", centred, bias)
+        print("bias", centred, bounded, bias)
         assert abs(bias) < 1e-3
 
 
@@ -207,9 +215,48 @@ def test_isolation(block):
                 assert bool(result.out[rows].isnan().all())
 
 
-def test_permutation_and_alone():
+@pytest.mark.parametrize("centred", [True, False])
+def test_rows_past_the_bound_of_fp16(centred):
+    """Codes as large as they get, in queries and keys: a warpgroup with a row past FP16's bound has FP32 scores, rows at the bound do not,
+    and neither do rows that are not the sequence's count."""
+
+    def largest(x, rows, value):
+        codes = x.codes.clone()
+        codes[rows] = value
+        return dataclasses.replace(x, payload=codes.view(torch.float8_e4m3fn))
+
+    lengths, queries = (300, 129, 260, 70), (128, 100, 128, 90)
+    base = Case(lengths, queries=queries, shared=False, centred=centred, mean=False, bounded=True).make(16)
+    clean, first = run(base), [0, 128, 228, 356, 446]
+    # one row of 448 everywhere, one of NaN codes, one at the bound (128 codes of 1.125); of the second sequence none
+    edits = {5: 0x7E, 300: 0x7F, 400: 0x39}
+    q = base.q
+    for row, code in edits.items():
+        q = largest(q, slice(row, row + 1), code)
+    problem = dataclasses.replace(base, q=q)
+    result = run(problem)
+    assert torch.equal(result.out[first[1] : first[2]], clean.out[first[1] : first[2]]) and bool(result.out[300].isnan().all())
+    rows = [r for r in range(446) if r != 300]
+    truth, lse = exact(problem)
+    assert relative(result.out[rows], truth[rows]) <= 2 * relative(clean.out, exact(base)[0]) + 2.0**-8
+    span = float(lse[:, rows].abs().max())
+    assert float((result.lse[:, rows] - lse[:, rows]).abs().max()) <= max(4e-3, 2.0**-9 * span)
+    # K's codes all 448, of both signs: scores of 146 * 448 at the bound, far more past it
+    k = largest(base.k, slice(0, 300), 0x7E)
+    k = largest(k, slice(7, 290, 3), 0xFE)
+    for edited in (dataclasses.replace(base, k=k), dataclasses.replace(problem, k=k)):
+        result = run(edited)
+        truth, lse = exact(edited)
+        assert bool(result.lse[:, rows].isfinite().all())
+        assert torch.equal(result.out[first[1] : first[2]], clean.out[first[1] : first[2]])
+        scale = float(lse[:, : first[1]].abs().max())
+        assert float((result.lse[:, : first[1]] - lse[:, : first[1]]).abs().max()) <= 2.0**-9 * scale + 4e-3
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_permutation_and_alone(bounded):
     """A sequence's result does not depend on its place or its batch mates."""
-    case = Case((300, 5, 128, 700, 33), queries=100, block="static", mean=False, centred=False)
+    case = Case((300, 5, 128, 700, 33), queries=100, block="static", mean=False, centred=False, bounded=bounded)
     problem = case.make(8)
     whole = run(problem)
     offsets = problem.offsets_k.tolist()
@@ -227,7 +274,7 @@ def test_permutation_and_alone():
 
 
 def test_repeats_bitwise():
-    problem = CASES["module"].make(9)
+    problem = CASES["module, bounded"].make(9)
     first = run(problem)
     for _ in range(20):
         again = sm90.forward(problem)
@@ -280,7 +327,7 @@ def test_one_output(queries):
 
 def test_side_stream_and_graph():
     """The current stream is read at every launch, and a captured graph replays with other data and lengths."""
-    problem = CASES["module"].make(13)
+    problem = CASES["module, bounded"].make(13)
     expected = run(problem)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -17,15 +17,16 @@ LONG_JUMP = 50
 """Instructions."""
 
 
-def main_loop(sass: str, products: int) -> list[str]:
-    """Instructions of the loop over whole tiles as it runs when no tile is done twice: of the loops with so many ``products`` the
-    shortest one that votes, if one does, without what is jumped over farther than ``LONG_JUMP``."""
+def main_loop(sass: str, products: int, halves: bool = False) -> list[str]:
+    """Instructions of the loop over whole tiles as it runs when no tile is done twice: of the loops with so many ``products`` (``halves``:
+    some with FP16 sums) the shortest one that votes, if one does, without what is jumped over farther than ``LONG_JUMP``."""
     lines = [m for line in sass.splitlines() if (m := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line))]
     address = {int(m[1], 16): i for i, m in enumerate(lines)}
     text = [m[2] for m in lines]
     jumps = {i: address.get(int(m[1], 16), i) for i, x in enumerate(text) if (m := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", x))}
     loops = [(begin, end) for end, begin in jumps.items() if begin < end]
     loops = [(begin, end) for begin, end in loops if sum("QGMMA" in x for x in text[begin:end]) >= products]
+    loops = [(begin, end) for begin, end in loops if any("F16.E4M3" in x for x in text[begin:end]) == halves]
     votes = [(begin, end) for begin, end in loops if any("VOTE" in x for x in text[begin:end])]
     begin, end = min(votes or loops, key=lambda x: x[1] - x[0])
     body = []
@@ -56,7 +57,7 @@ def main(folder: str, variants: list[dict]) -> None:
         cubin.write_bytes(_compile_forward("sm_90a", spec).artifacts.CUBIN)
         sass = subprocess.run([tool(), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
         products = spec.head_dim // 32 + KEY_TILE // 32  # k-steps of Q K and of P V
-        loop = "\n".join(main_loop(sass, products))
+        loop = "\n".join(main_loop(sass, products, spec.halves))
         report = dict(
             products=count(r"\bQGMMA\b", sass),
             waits=count(r"\bWARPGROUP\.DEPBAR\b", sass),
