@@ -122,7 +122,7 @@ def check(device: torch.device, columns: int) -> None:
     for name, a, b in zip(mine._fields, mine, theirs, strict=True):
         assert a is not None and b is not None
         error = float((a.double() - b.double()).norm() / b.double().norm())
-        if not error < (4e-3 if name == "dx" else 1e-5):
+        if not error < {"dx": 4e-3, "dw_k": 2.0**-11}.get(name, 1e-5):  # dx is BF16; sums of FP8 products have 13 bits
             raise RuntimeError(f"gemm_norm_backward: {name} differs from the reference by {error:.3g}: not timed")
 
 

@@ -26,6 +26,10 @@ CODE_BYTES = 220 * 1024
 ROLES_BYTES, ROLES_SLAB = 227 * 1024, 144 * 1024
 """Shared memory of the input gradient's kernel with roles, and of its part of the weight."""
 MAX_DK_STAGES = 6
+FP8_STEP, FP8_SLOTS = 128, 2
+"""With FP8 products: tokens of a step of the weight gradient; operands and tables of it in shared memory."""
+FP8_TILES = {1: 256, 2: 256, 3: 192}
+"""With FP8 products: warpgroups of a CTA to the most columns whose sums, and those of a step, their registers hold."""
 SINGLE = "mx", "bfloat16"
 
 
@@ -138,13 +142,18 @@ class WeightSpec:
         return self.dk.mx and self.xn.mx and not self.warp_mma
 
     @property
+    def fp8(self) -> bool:
+        """Of two operands of codes only dk's exponents change along the tokens: FP8 products (``weight_gradient_fp8``)."""
+        return self.codes and not self.dk.static and self.xn.static
+
+    @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of the result in one CTA."""
         if self.codes:  # 64 rows a warpgroup; of the tiles whose accumulators fit the largest, of those the one with most warpgroups
             fits = [
                 (64 * g, n)
-                for g, limit in CODE_TILES.items()
-                for n in (64, 128, 192)
+                for g, limit in (FP8_TILES if self.fp8 else CODE_TILES).items()
+                for n in (64, 128, 192, 256)
                 if n <= limit and self.rows % (64 * g) == 0 and self.columns % n == 0
             ]
             return max(fits, key=lambda tile: (tile[0] * tile[1], tile[0]))
@@ -178,6 +187,22 @@ class WeightSpec:
         """Steps of codes in shared memory, beside the FP16 operands and tables of ``STAGES`` of them."""
         step = TILE * (self.tile_rows + self.tile_columns)
         return max(3, min(8, (CODE_BYTES - STAGES * (2 * TILE * self.tile_columns + step // 16)) // step))
+
+    @property
+    def part(self) -> int:
+        """With FP8 products: columns of xn whose sums of a step are in registers at once."""
+        return 128 if self.groups < 3 and self.tile_columns % 128 == 0 else 64
+
+    @property
+    def pair(self) -> int:
+        """With FP8 products: CTAs, one or two, that share what they read of xn."""
+        return 2 if self.rows // self.tile_rows % 2 == 0 else 1
+
+    @property
+    def fp8_stages(self) -> int:
+        """With FP8 products: steps of codes in shared memory, beside xn turned and tables of ``FP8_SLOTS`` of them."""
+        step = FP8_STEP * (self.tile_rows + self.tile_columns)
+        return max(2, min(4, (CODE_BYTES - FP8_SLOTS * FP8_STEP * (self.tile_columns + self.tile_rows // 16)) // step))
 
     def splits(self, tokens: int, multiprocessors: int) -> int:
         """Runs of tokens: whole waves of CTAs, none longer than ``RUN``; one wave where the kernel itself cuts its run."""

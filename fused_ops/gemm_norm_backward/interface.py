@@ -110,7 +110,9 @@ def gemm_norm_backward(
         offsets: taken from the MXTensors; give it when none of them is one.
         needs: which of (dx, dnorm_weight, dw_k) to compute.
         backend: ``"auto"`` (the kernels where a device has them and they serve the arguments), ``"reference"``, ``"sm90"`` or ``"sm100"``.
-            The kernels add in another order and round nothing but ``dx``; ``dnorm_weight`` and ``dw_k`` are bitwise repeatable.
+            The kernels add in another order; ``dnorm_weight`` and ``dw_k`` are bitwise repeatable. They round nothing but ``dx`` and, on
+            Hopper where dk and xn are MXTensors and only xn is static, ``dw_k``'s sums of 128 tokens: relative error 2^-12 (rounding the
+            result to BF16 costs 2^-10), a loss of up to 2^-10 where all terms have one sign.
 
     Returns: :class:`GemmNormGradients`. Rows of ``dx`` past ``offsets[-1]`` are 0. Formulas: ``reference``.
 

@@ -108,6 +108,7 @@ def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tenso
     """``dk^T @ xn`` FP32 ``[N, C]``, bitwise repeatable. T >= 1, B >= 1."""
     from fused_ops.gemm_norm_backward.weight_gradient import compile_weight_gradient
     from fused_ops.gemm_norm_backward.weight_gradient_codes import compile_weight_gradient_of_codes
+    from fused_ops.gemm_norm_backward.weight_gradient_fp8 import compile_weight_gradient_fp8
 
     device, (tokens, rows), columns = dk.device, dk.shape, xn.shape[1]
     (dk_kind, dk, dk_scale), (xn_kind, xn, xn_scale) = operand(dk), operand(xn)
@@ -115,6 +116,8 @@ def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tenso
     spec = WeightSpec(rows, columns, dk_kind, xn_kind, dense=offsets is None, warp_mma=arch_of(device) != "sm_90a", run=RUN)
     parts = torch.empty(spec.splits(tokens, multiprocessors(device)), rows, columns, dtype=torch.float32, device=device)
     compile_it = compile_weight_gradient_of_codes if spec.codes else compile_weight_gradient
+    if spec.fp8:
+        compile_it = compile_weight_gradient_fp8
     compiled = compile_it(arch_of(device), None if offsets is None else dtype_name(offsets), spec)
     launch(compiled, device, dk, dk_scale, xn, xn_scale, offsets, parts)
     return parts.sum(0)

@@ -14,7 +14,7 @@ from fused_ops.gemm_norm_backward.config import RUN
 from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward
 from fused_ops.operands import to_float
 from fused_ops.rmsnorm_quantize.reference import inside, per_token
-from lp_fa4.mx import quantize_mx
+from lp_fa4.mx import MXTensor, quantize_mx
 from tests.conftest import offsets_of
 from tests.emulator.kernels import Case
 from tests.emulator.ours import host
@@ -25,6 +25,9 @@ SUMS = {"dx": 2e-6, "dnorm_weight": 2e-6, "dw_k": 2e-6}
 """Relative Frobenius error that FP32 sums may have beside the reference's own: a thousand terms in another order."""
 CUT = 2.0**-25
 """Mean loss of an addition in a tensor core, which cuts instead of rounding; dW has up to ``RUN / 16`` of them in a row."""
+FP8 = 2.0**-11
+"""The same with FP8 products, whose sums of 128 tokens the tensor cores cut at 13 bits under the largest of what they add: 2^-12, by
+emulation with such sums. (Rounding dW once to BF16 costs 2^-10.)"""
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
 
 
@@ -123,6 +126,11 @@ def error_of(value: Tensor, exact: Tensor) -> float:
     return float((value - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
+def fp8_products(dk, xn) -> bool:
+    """Whether the Hopper kernel of dW multiplies codes as they are."""
+    return isinstance(dk, MXTensor) and isinstance(xn, MXTensor) and not dk.is_static and xn.is_static
+
+
 def check(arguments, got, needs=(True, True, True)) -> dict[str, float]:
     """See the module's docstring; returns the errors."""
     exact = truth(*arguments)
@@ -137,7 +145,7 @@ def check(arguments, got, needs=(True, True, True)) -> dict[str, float]:
         errors[name] = error_of(mine, right)
         allowed = 2 * error_of(want, right) + SUMS[name] + (ROUNDING[dtype] * 0.1 if name == "dx" else 0.0)
         if name == "dw_k":
-            allowed += CUT * min(RUN, arguments[0].shape[0]) / 16
+            allowed += FP8 if fp8_products(arguments[0], arguments[7]) else CUT * min(RUN, arguments[0].shape[0]) / 16
         assert errors[name] <= allowed, f"{name}: error {errors[name]:.3g}, allowed {allowed:.3g}"
     if arguments[-1] is not None and got[0] is not None:
         assert bool((got[0][int(arguments[-1][-1]) :] == 0).all()), "dx past the last offset is not 0"

@@ -46,7 +46,7 @@ CASES = {
     "mixed operands, a weight in MXFP8": dict(
         lengths=[40, 50], rows=128, columns=64, capacity=5, dk=[128, 64], dv="bfloat16", xn="bfloat16", weight="mx"
     ),
-    "three warpgroups of dW": dict(lengths=[31, 100, 0], rows=192, columns=192, needs=[False, False, True]),
+    "three warpgroups of dW": dict(lengths=[31, 100, 0], rows=192, columns=192, xn=[32, 64], needs=[False, False, True]),
     "three warpgroups of dW, BF16": dict(
         lengths=[31, 100, 0], rows=192, columns=192, dk="bfloat16", xn="bfloat16", needs=[False, False, True]
     ),
@@ -54,8 +54,15 @@ CASES = {
         lengths=[1, 200, 0], rows=256, columns=64, dk=[32, 64], xn=[128, 64], capacity=40, bad=[3, 40], needs=[False, False, True]
     ),
     "segments of dW, every stage is filled again": dict(
-        lengths=[31, 1400, 0, 733], rows=64, columns=64, run=512, needs=[False, False, True]
+        lengths=[31, 1400, 0, 733], rows=64, columns=64, xn=[32, 64], run=512, needs=[False, False, True]
     ),
+    "FP8 products, two pairs of CTAs, three warpgroups, bad rows": dict(
+        lengths=[31, 500, 0, 33, 200], rows=384, columns=384, capacity=40, bad=[3, 40], needs=[False, False, True]
+    ),
+    "FP8 products, two warpgroups, blocks of other sizes, every stage is filled again": dict(
+        lengths=[1, 700, 0, 333], rows=128, columns=256, dk=[128, 64], xn=[0, 128], needs=[False, False, True]
+    ),
+    "FP8 products, dense": dict(lengths=None, tokens=333, rows=64, columns=64, needs=[False, False, True]),
     "no tokens in any sequence": dict(lengths=[0, 0], rows=64, columns=64, capacity=5),
     "no sequence": dict(lengths=[], rows=64, columns=64, capacity=5),
     "no rows": dict(lengths=None, tokens=0, rows=64, columns=64),
@@ -96,7 +103,8 @@ def test_emulated(workers, arch, name):
 def test_what_ptxas_made_for_hopper():
     """No product is serialized (each would be followed by a wait for all), and next to nothing is spilled."""
     for report in lines("tests.fused_ops.gemm_norm_report", "sm_90a"):
-        assert report["wgmma"] >= 4 and report["drains"] <= 2 and report["waits"] <= report["wgmma"] + 1 and report["mma"] == 0, report
+        assert report["wgmma"] >= 4 and report["waits"] <= report["wgmma"] + 1 and report["mma"] == 0, report
+        assert report["drains"] <= report["drain_limit"], report
         assert report["local"] <= report["local_limit"], report
 
 

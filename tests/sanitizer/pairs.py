@@ -26,11 +26,12 @@ class Pair:
     reason: str
 
 
-FORWARD, STAGED, PROJECTION, WEIGHT, INPUT, BACKWARD = (
+FORWARD, STAGED, PROJECTION, WEIGHT, WEIGHT_FP8, INPUT, BACKWARD = (
     "forward_kernel Forward",
     "staged StagedNorm",
     "kernel NormProjection",
     "weight_gradient_codes WeightGradientOfCodes",
+    "weight_gradient_fp8 WeightGradientFp8",
     "input_gradient_codes InputGradientOfCodes",
     "backward_main BackwardMain",
 )
@@ -102,6 +103,7 @@ PAIRS: tuple[Pair, ...] = (
     Pair(PROJECTION, "roles.py slab", "roles.py load_matrices", PUBLISH, "normed rows of a stage: " + WRITTEN.format("normed")),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py compute", PUBLISH, TABLE),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
+    Pair(WEIGHT_FP8, "weight_gradient_fp8.py write_step", "weight_gradient_fp8.py sum_steps", PUBLISH, TABLE),
     Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py multiply", PUBLISH, TABLE),
     Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py norm", PUBLISH, TABLE),
     Pair(INPUT, "input_gradient_codes.py leave_sums", "input_gradient_codes.py add_stage", PUBLISH, "sums: " + WRITTEN.format("x_empty")),
