@@ -25,12 +25,13 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("other forms", {}),
     ],
     "few queries": [("mx_attention", {}), ("mx_attention 40", {})],
-    "attention": [("mx_attention 140", {}), ("mx_attention 140", {"deterministic": False})],
+    "attention": [("mx_attention 140", {}), ("mx_attention 140", {"deterministic": False}), ("static exponents", {})],
     "drop-in": [("flash_attn_varlen_func", {}), ("flash_attn_varlen_func", {"causal": True})],
     "module": [("PMA static value_proj", {}), ("PMA post", {})],
 }
 """Operations of each case, by their names in ``tests.properties.subjects``, and what is not the default of ``Choices``. In float32
-``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles; ``other_forms`` is below."""
+``gemm_quantize`` takes MXFP8 operands; ``mx_attention 40`` splits keys, 140 queries fill two tiles; ``FORMS`` are
+below."""
 
 
 def title(operation: tuple[str, dict[str, Any]]) -> str:
@@ -123,6 +124,39 @@ def other_forms(lengths: tuple[int, ...], place: Any) -> None:
                 rmsnorm_project(rows, ones[:128], weight, 4, offsets=offsets, copy_heads=2, backend=place.backend)
 
 
+def static_exponents(lengths: tuple[int, ...], place: Any) -> None:
+    """Attention on static exponents, forward and backward: with queries whose FP16 sums are certain and with larger ones, which Hopper
+    takes through loops of their own; of shared queries and causal."""
+    import torch
+
+    from lp_fa4 import mx_attention, mx_attention_backward, quantize_mx
+    from tests.conftest import offsets_of
+
+    g, offsets = torch.Generator().manual_seed(0), offsets_of(lengths).to(place.device)
+    q, k, v, own, dout = (
+        torch.randn(n, place.heads, place.dim, generator=g).to(place.device)
+        for n in (140, sum(lengths), sum(lengths), sum(lengths), 140 * len(lengths))
+    )
+
+    def static(x: Any, exponent: int, offsets: Any = None) -> Any:
+        return quantize_mx(x, (0, place.dim), offsets, token_dim=0, exponent=exponent)
+
+    keys, values = static(k, 0, offsets), static(v, 0, offsets)
+    given: dict[str, Any] = {"backend": place.backend}
+    with place.around():
+        for exponent in (0, -5):
+            shared = static(q, exponent)
+            _, _, result = mx_attention(shared, keys, values, shared_q=True, return_result=True, **given)
+            mx_attention_backward(dout.bfloat16(), result, shared, keys, values, shared_q=True, **given)
+        causal = static(own, 0, offsets)
+        _, _, result = mx_attention(causal, keys, values, causal=True, return_result=True, **given)
+        mx_attention_backward(dout[: sum(lengths)].bfloat16(), result, causal, keys, values, causal=True, **given)
+
+
+FORMS = {"other forms": other_forms, "static exponents": static_exponents}
+"""Operations that are not subjects."""
+
+
 def operations(name: str, index: int | None, place: Any, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
     """Calls of a case, or one of them."""
     import torch
@@ -133,8 +167,8 @@ def operations(name: str, index: int | None, place: Any, lengths: tuple[int, ...
     samples = [Sample(n, 2 + 45 * (i % 3), 2, change="constant" if i == 1 else "") for i, n in enumerate(lengths)]
     calls = []
     for subject, changes in CASES[name] if index is None else CASES[name][index : index + 1]:
-        if subject == "other forms":
-            calls.append(lambda: other_forms(lengths, place))
+        if subject in FORMS:
+            calls.append(lambda form=FORMS[subject]: form(lengths, place))
             continue
         given = {"dtype": "bfloat16", **changes}
         choices = Choices(**{**given, "dtype": getattr(torch, given["dtype"])})
