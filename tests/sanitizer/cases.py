@@ -101,8 +101,8 @@ def listing() -> Iterator[list[str]]:
 
 def other_forms(lengths: tuple[int, ...], place: Any) -> None:
     """Kernels of fused operations that no subject has: the norm of rows too long for the staged kernel, scales back from the swizzle,
-    a weight's gradient from BF16 operands, coordinates of heads, and, on Hopper, norm and projection in one, of BF16 and FP32 rows, with a
-    copy of the codes."""
+    a weight's gradient from BF16 operands and from codes of which one operand's are static, coordinates of heads, and, on Hopper, norm and
+    projection in one, of BF16 and FP32 rows, with a copy of the codes."""
     import torch
 
     from fused_ops import balanced_coordinates, gather_scales, gemm_norm_backward, rmsnorm_project, rmsnorm_quantize, scatter_scales
@@ -118,6 +118,8 @@ def other_forms(lengths: tuple[int, ...], place: Any) -> None:
         gather_scales(scales, tokens, 128, offsets, axis=0, backend=place.backend)
         ones, weight = torch.ones(tokens, device=device), torch.ones(128, 128, device=device).bfloat16()
         gemm_norm_backward(k, None, weight, xn, ones[:128].float(), ones, xn, offsets=offsets, backend=place.backend)
+        groups, static = quantize_mx(k.float(), (32, 32), offsets), quantize_mx(xn.float(), (0, 128), offsets, exponent=-6)
+        gemm_norm_backward(groups, None, weight, xn, ones[:128].float(), ones, static, backend=place.backend)
         balanced_coordinates(k.float().unflatten(1, (2, 64)), weight, ones[:128], backend=place.backend)
         if place.backend == "sm90":
             for rows in (k, k.float()):
