@@ -56,13 +56,18 @@ def product(
 
 
 @cute.jit
+def start(mma, acc, a, b, blocks, fresh: cutlass.Constexpr):
+    """Issue ``acc (+)= a b`` of fragments over the K blocks given. The caller fences before and commits after."""
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not fresh)
+    for k in blocks:
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+
+
+@cute.jit
 def issue(mma, acc, a, b, blocks=None, zero: cutlass.Constexpr = True):
     """As :func:`product`, of fragments, over the K blocks given (run-time numbers, or None for all)."""
     warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not zero)
-    chosen = tuple(range(cute.size(a.shape[2]))) if const_expr(blocks is None) else blocks
-    for k in chosen:
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+    start(mma, acc, a, b, tuple(range(cute.size(a.shape[2]))) if const_expr(blocks is None) else blocks, zero)
     warpgroup.commit_group()
