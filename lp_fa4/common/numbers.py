@@ -172,6 +172,11 @@ def prmt(a, b, selector):
     return Int32(inline_ptx(T.i32(), [a, b], f"prmt.b32 $0, $1, $2, 0x{selector:04x};", "=r,r,r"))
 
 
+def pick(a, b, selector):
+    """Pick four bytes of the pair (a, b) by a selector that is known at run time."""
+    return Int32(inline_ptx(T.i32(), [a, b, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
+
+
 def transpose4x4(w0, w1, w2, w3):
     """Transpose a 4 x 4 matrix of bytes whose rows are four words: word ``d`` of the result holds byte ``d`` of each."""
     a, b = prmt(w0, w1, 0x5140), prmt(w2, w3, 0x5140)

@@ -9,9 +9,8 @@ A warp takes whole columns of blocks, whose addresses differ by constants, and e
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
-from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import effect, inline_ptx
+from lp_fa4.common.numbers import effect, pick
 from lp_fa4.sm90.backward_load import load_transposed
 from lp_fa4.sm90.backward_ops import advance, arrive
 from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES, TURNING_WARPS
@@ -58,11 +57,6 @@ def loaded_from(column, head_dim: int):
 def selector_of():
     """What picks a lane's first column from two words of keys ``2t, 2t+1`` and ``8+2t, 8+2t+1``; 0x1111 more or less picks the other."""
     return Int32(0x6420) + 0x1111 * (cute.arch.lane_idx() >> 4)
-
-
-def pick(a, b, selector):
-    """Four bytes of two words."""
-    return Int32(inline_ptx(T.i32(), [a, b, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
 
 
 def stored_to(column):
