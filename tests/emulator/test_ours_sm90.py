@@ -12,16 +12,23 @@ LENGTHS = [0, 1, 31, 33, 0, 129, 300, 0]
 JAGGED = [5, 0, 1, 130, 7, 33, 64, 2]
 SHORT = [0, 1, 33, 0, 129, 0]
 
+#: LSE where scores are FP16, or only their factor is: 2^-11 of scores (the GPU tests' bound)
+FP16 = 4e-3
+
 FORWARD = {
     "split keys": dict(lengths=[2100, 0, 1025, 5, 1024], queries=3, heads=2, kv_heads=1),
-    "module": dict(lengths=LENGTHS, queries=33, int64=True, slack=9),
+    "module": dict(lengths=SHORT, queries=33, int64=True, slack=9),
+    "FP16 scores, tiles done again": dict(lengths=[650, 0, 97], queries=70, heads=1, kv_heads=1, bounded=True, score_std=2.0, lse=FP16),
+    "FP16 scores, causal, head 64": dict(
+        lengths=[40, 0, 257, 130], queries=[40, 7, 300, 129], shared=False, causal=True, dim=64, heads=1, kv_heads=1, bounded=True, lse=FP16
+    ),
     "groups of 32, jagged": dict(lengths=LENGTHS, queries=JAGGED, shared=False, block=[32, 128], slack=3),
     "causal, grouped heads, head 64": dict(
         lengths=[40, 0, 257, 130], queries=[40, 7, 300, 129], shared=False, causal=True, dim=64, heads=2, kv_heads=1, block=[128, 64]
     ),
-    "groups of whole tiles, head 64": dict(lengths=[780, 5], queries=66, dim=64, heads=1, kv_heads=1, score_std=3.0),
+    "groups of whole tiles, head 64": dict(lengths=[780, 5], queries=66, dim=64, heads=1, kv_heads=1, score_std=3.0, lse=FP16),
     "pairs of tiles": dict(lengths=[650], queries=70, heads=1, kv_heads=1, block=[128, 128]),
-    "copied": dict(lengths=[130, 0, 97], queries=70, heads=1, kv_heads=1, copied=True),
+    "copied, FP16 scores": dict(lengths=[130, 0, 97], queries=70, heads=1, kv_heads=1, copied=True, bounded=True, lse=FP16),
     "few, copied": dict(lengths=[289, 0, 97], queries=2, heads=1, kv_heads=1, copied=True),
     "square": dict(lengths=[129, 7], queries=130, heads=1, kv_heads=1, block=[32, 32]),
 }
