@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-FORWARD_READS = ("forward_consumer.py first_tile", "forward_consumer.py mask_tile", "forward_epilogue.py row_numbers")
+FORWARD_READS = (
+    *(f"forward_consumer.py {function}" for function in ("first_tile", "mask_tile", "tiles_of_item")),
+    *(f"forward_epilogue.py {function}" for function in ("row_numbers", "value_factor")),
+)
 HARMLESS = {
     ("backward_main BackwardMain", "backward_compute.py probabilities", "backward_compute.py step"): "Q^T, which products read",
     **{
