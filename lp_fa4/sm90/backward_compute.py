@@ -23,6 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from lp_fa4.common.halves import mul2, pair
 from lp_fa4.common.numbers import bits_of, exp2, float_of, scale_of_byte
 from lp_fa4.sm90.backward_layout import (
     KEY_TILE,
@@ -33,7 +34,6 @@ from lp_fa4.sm90.backward_layout import (
     STAT_DK,
     STAT_DQ,
     STAT_DV,
-    STAT_FLOATS,
     STAT_Q0,
     STAT_S0,
 )
@@ -76,8 +76,9 @@ def key_factors(spec, w, item):
     is zero, and the keys left go to shared memory."""
     at = item.record + 32 + 4 * (w.warp // 2)  # of this warp's group of 32
     fk, fv = scale_of_byte(shared_ints(at, 1)[0]), scale_of_byte(shared_ints(at + 16, 1)[0])
-    idle = float_of(cutlass.max(cutlass.min(314 - shared_ints(item.record + 48, 1)[0], Int32(227)), Int32(27)) << 23)
-    effect([w.factors + 12, idle], "st.shared.f32 [$0], $1;", "r,f")
+    if const_expr(not spec.halves):  # there it comes with the statistics
+        idle = float_of(cutlass.max(cutlass.min(314 - shared_ints(item.record + 48, 1)[0], Int32(227)), Int32(27)) << 23)
+        effect([w.factors + 12, idle], "st.shared.f32 [$0], $1;", "r,f")
     if const_expr(spec.fold and not spec.k_static):
         four = shared_ints(item.record + 32, 4)
         top = Float32(0.0)
@@ -290,7 +291,15 @@ def note_scale(w, stage, phase, x):
 
 
 @cute.jit
-def follow_scales(w, stage, phase, x, dK):
+def scale_sums(sums, factor):
+    """FP16 sums times a power of two."""
+    words, factor = cute.recast_tensor(sums, Int32), pair(factor)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = mul2(words[i], factor)
+
+
+@cute.jit
+def follow_scales(spec, w, stage, phase, x, dK):
     """Take the smallest scale that the warpgroup's warps had one turn of the ring before, if that tile is of this segment. Else a warp
     that lowered its scale would stay apart for the rest of the segment, and the dQ warpgroup would rewrite the codes of every tile of it.
     Returns the scale."""
@@ -299,8 +308,11 @@ def follow_scales(w, stage, phase, x, dK):
     if least < bits_of(x):
         low = float_of(least)
         down = low * reciprocal_power(x)
-        for i in cutlass.range_constexpr(cute.size(dK)):
-            dK[i] = dK[i] * down
+        if const_expr(spec.halves):
+            scale_sums(dK, down)
+        else:
+            for i in cutlass.range_constexpr(cute.size(dK)):
+                dK[i] = dK[i] * down
         x = low
     return x
 
@@ -361,7 +373,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     bars, under = w.bars, not spec.causal or spec.group == 1
     stage, phase, out, out_phase = now
     last_stage, _, last_out, last_phase = last
-    stat = w.stat + stage * (4 * STAT_FLOATS)
+    stat = w.stat + stage * (4 * spec.stat_span[1])
     S = cute.make_rmem_tensor(w.score_shape, Float32)
     cute.arch.mbarrier_wait(bars.a_full + stage, phase)
     ring = w.low + stage * w.tile
@@ -386,7 +398,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     if const_expr(kind != FIRST and under):
         release(spec, bars.t_empty + last_out, w.peer)
     if const_expr(kind != FIRST and spec.follows):
-        x = follow_scales(w, stage, phase, x, dK)
+        x = follow_scales(spec, w, stage, phase, x, dK)
     share = common = Float32(1.0)
     if const_expr(spec.tiles):  # of this tile's q in dK: in the codes of dS, and taken out again with their scale in dQ
         share = shared_floats(stat + 4 * STAT_Q0, 1, 4)[0]
@@ -415,7 +427,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     return x
 
 
-def segment_factors(w, stage):
+def segment_factors(spec, w, stage):
     """Factors of dV and dK, constant over a segment: from its first tile's statistics to shared memory."""
-    four = shared_floats(w.stat + stage * (4 * STAT_FLOATS) + 4 * STAT_DQ, 4, 16)
+    four = shared_floats(w.stat + stage * (4 * spec.stat_span[1]) + 4 * STAT_DQ, 4, 16)
     effect([w.factors, four[STAT_DV - STAT_DQ], four[STAT_DK - STAT_DQ]], "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f")

@@ -2,7 +2,7 @@
 
 Per query tile, with the codes of dS that the computing warpgroups left in shared memory (keys contiguous)::
 
-    dQ = dS K       64 x D, two products of half of D, each in two steps of 64 keys
+    dQ = dS K       64 x D, two products of half of D (one of all where the other roles leave registers), each in two steps of 64 keys
 
 The computing warpgroups choose the scale of their codes independently (``backward_compute``), so the sum over one's keys is brought to
 the scale of the other's between the steps where they differ: a power of two, exact. A warp's scale differs from that of its warpgroup only
@@ -63,6 +63,7 @@ def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
             first, chunk, chunks = query_span(spec, item)
             if chunks > 0:
                 top = largest_scale(spec, item)
+                silent = item.tag if const_expr(spec.instead) else Int32(0)
                 cute.arch.barrier(barrier_id=BARRIER_DQ, number_of_threads=32 * WARPS)  # every warp is done with the K^T before
                 source = w.k_address + kv * (KEY_TILE * spec.head_dim)
                 left = item.klen - item.n * KEY_TILE
@@ -77,7 +78,7 @@ def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
                     factor = global_float(stats + (Int64(item.qrow + low) * heads + head) * (4 * STAT_FLOATS) + 4 * STAT_DQ) * top
                     target = dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
                     for _ in cutlass.range(count, unroll=1):
-                        multiply(spec, w, factor, target + Int64(turn) * (heads * dq_bytes), buffer, ds_phase)
+                        multiply(spec, w, factor, target + Int64(turn) * (heads * dq_bytes), buffer, ds_phase, silent)
                         buffer, ds_phase = advance(buffer, ds_phase, 2)
                         turn = turn + 1
                         if turn == count:
@@ -108,8 +109,8 @@ def largest_scale(spec, item):
 
 
 @cute.jit
-def multiply(spec, w, factor, target: Int64, buffer, ds_phase):
-    """One query tile: both halves of dQ into ``target``."""
+def multiply(spec, w, factor, target: Int64, buffer, ds_phase, silent):
+    """One query tile: dQ into ``target``, in two halves of D."""
     cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
     lows = agree(w, buffer)
     # the sum of larger scale first: it is brought down to the other, which cannot overflow
@@ -118,18 +119,22 @@ def multiply(spec, w, factor, target: Int64, buffer, ds_phase):
     first = Int32(2) * Int32(lows[1] > lows[0])
     factor = factor * reciprocal_power(x)
     dS = w.ds[None, None, None, buffer]
-    for half in cutlass.range_constexpr(2):
-        dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // 2)), Float32)
-        issue(w.mma_q, dQ, dS, w.kt[half], (first, first + 1), True)
+    parts = len(w.kt)
+    for part, kt in enumerate(w.kt):
+        dQ = cute.make_rmem_tensor(w.mma_q.partition_shape_C((QUERY_TILE, spec.head_dim // parts)), Float32)
+        issue(w.mma_q, dQ, dS, kt, (first, first + 1), True)
         if ratio < 1.0:
             warpgroup.wait_group(0)
             for i in cutlass.range_constexpr(cute.size(dQ)):
                 dQ[i] = dQ[i] * ratio
-        issue(w.mma_q, dQ, dS, w.kt[half], (2 - first, 3 - first), False)
+        issue(w.mma_q, dQ, dS, kt, (2 - first, 3 - first), False)
         warpgroup.wait_group(0)
-        if const_expr(half == 1):
+        if const_expr(part == parts - 1):
+            cute.arch.sync_warp()  # all lanes have read the scales
             arrive(w.bars.ds_empty + buffer)
-        send(spec, w, dQ, factor, target + half * (spec.dq_tile_bytes // 2), half)
+        for half in cutlass.range_constexpr(2 * part // parts, 2 * (part + 1) // parts):
+            columns = [dQ[(half - 2 * part // parts) * (spec.head_dim // 4) + i] for i in range(spec.head_dim // 4)]
+            send(spec, w, columns, factor, target + half * (spec.dq_tile_bytes // 2), half, silent)
 
 
 @cute.jit
@@ -157,8 +162,8 @@ def agree(w, buffer):
 
 
 @cute.jit
-def send(spec, w, dQ, factor, target: Int64, half: cutlass.Constexpr):
-    """Add this warp's 16 x D/2 sums, times ``factor``, to global memory through its staging."""
+def send(spec, w, dQ, factor, target: Int64, half: cutlass.Constexpr, silent):
+    """Add this warp's 16 x D/2 sums, times ``factor``, to global memory through its staging, unless ``silent``."""
     staging = w.staging + (half % w.buffers) * (WARPS * (spec.dq_tile_bytes // 8))
     cute.arch.cp_async_bulk_wait_group(w.buffers - 1, read=True)
     cute.arch.sync_warp()
@@ -172,7 +177,7 @@ def send(spec, w, dQ, factor, target: Int64, half: cutlass.Constexpr):
             effect([staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
-    if w.lane == 0:
+    if w.lane + silent == 0:
         kind = "noftz.f16" if const_expr(spec.dq_half) else "f32"
         size = Int32(spec.dq_tile_bytes // 8)
         effect([target, staging, size], f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{kind} [$0], [$1], $2;", "l,r,r")

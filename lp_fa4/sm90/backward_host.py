@@ -4,12 +4,12 @@
 list, more zeros) → ``backward_main`` (dK, dV, dQ) → ``backward_postpass`` (dQ rows, mean of dV). Where this differs from the reference in
 rounding: dO has one exponent a row instead of one per 32 x 32 block (its products fold exponents into P, so finer ones are free); dS has
 one running exponent per 64 keys for all queries of a chunk (no Hopper MMA scales blocks, and both axes of dS are contracted), whatever
-``config.ds_block`` says; p meets dS as BF16; P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask
-for it (``fold_l_into_do`` only).
+``config.ds_block`` says; where no exponent differs inside a tile all sums but dQ's are FP16 (``backward_halves``), else p meets dS as BF16;
+P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask for it (``fold_l_into_do`` only).
 ``BACKWARD.md`` has the reasons and the measurements.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,11 +20,14 @@ from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
-from lp_fa4.sm90.backward_layout import CHUNK, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec, PrepassSpec, chunk_rows, rows_of
+from lp_fa4.sm90.backward_layout import CHUNK, HEADROOM, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec, PrepassSpec, chunk_rows, rows_of
 from lp_fa4.sm90.forward_host import HEAD_DIMS, token_blocks
 
 SHARED_REPLICAS = 8
 """Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
+
+HALVES = True
+"""FP16 sums where exponents allow. What they cannot hold is found on the device, and goes to a second launch of the form with FP32 sums."""
 
 CLUSTER_KEYS: int | None = None
 """Keys a sequence, on average, from which two CTAs take neighbouring key tiles and share the query side (None: never; it halves the
@@ -123,6 +126,7 @@ def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Si
         suffix=not p.centred_backward and p.config.fold_l_into_do,
         whole=whole and p.centred_backward,
         jagged=whole and p.centred_backward and queries is None,
+        halves=HALVES and not fold and not cluster_pays(p, deterministic) and p.config.fold_l_into_do,
     )
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
@@ -147,6 +151,7 @@ def _workspaces(p: AttentionProblem, z: _Sizes) -> list[Tensor]:
         empty(torch.float32, z.chunk_rows if z.spec.dq_half else 0, heads),
         empty(torch.float32, z.tile_rows if z.spec.suffix else 0, heads, d),
         empty(p.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
+        empty(torch.int32, z.chunk_rows if z.spec.halves else 0, heads),
     ]
 
 
@@ -174,7 +179,7 @@ def prepare_backward(
 
     z, half = _sizes(p, deterministic), config.dq_dtype == torch.float16
     spaces = _workspaces(p, z)
-    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = spaces
+    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial, need = spaces
     q, q_scale = _query_codes(p)
     prepass = PrepassSpec(
         head_dim=p.head_dim,
@@ -183,7 +188,7 @@ def prepare_backward(
         centred=z.spec.centred,
         fold_l=config.fold_l_into_do,
         delta_quantized=config.delta_from == "quantized",
-        p_scale_log2=config.p_scale_backward_log2,
+        p_scale_log2=config.p_scale_backward_log2 - (HEADROOM if z.spec.halves else 0),
         out_fp32=result.centred_out.dtype == torch.float32,
         q_static=p.q.is_static,
         dq_half=half,
@@ -194,6 +199,7 @@ def prepare_backward(
         suffix=z.spec.suffix,
         align=config.align_do,
         rows=chunk_rows(p.queries),
+        halves=z.spec.halves,
     )
     launch(
         compile_prepass(arch_of(p.device), prepass, dtype_name(z.offsets_k), dlse is not None),
@@ -205,8 +211,8 @@ def prepare_backward(
         dlse,
         q,
         q_scale,
-        _top_scale(p.k) if half else None,
-        _top_scale(p.v) if half else None,
+        _top_scale(p.k) if half or z.spec.halves else None,
+        _top_scale(p.v) if half or z.spec.halves else None,
         z.offsets_q,
         z.offsets_k,
         do_tiles,
@@ -215,6 +221,7 @@ def prepare_backward(
         sums,
         suffix if z.spec.suffix else None,
         dq_scale if half else None,
+        need if z.spec.halves else None,
         partial.view(-1).view(torch.float32),
         p.queries or 0,
         p.softmax_scale,
@@ -248,7 +255,7 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
     from lp_fa4.sm90.backward_postpass import compile_postpass
 
     arch, d, kv_heads, batch, queries = arch_of(device), p.head_dim, p.kv_heads, p.batch, p.queries
-    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial = prepared
+    do_tiles, q_tiles, stats, sums, dq_scale, suffix, partial, need = prepared
     prepared.clear()
     z = _sizes(p, deterministic, whole)
     spec, offsets_k, offsets_q = z.spec, z.offsets_k, z.offsets_q
@@ -269,13 +276,14 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         queries=queries,
         serial=spec.serial,
         keys=spec.item_keys,
+        need=need if spec.halves else None,
+        slots=capacity if spec.halves else 0,
+        shared=spec.shared,
     )
     scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
     apart = spec.centred and not spec.whole
     dv_mean = empty(torch.float32, batch, kv_heads, d) if apart else None
-    launch(
-        compile_main(arch, spec),
-        device,
+    arguments = (
         k,
         v,
         k_scale,
@@ -295,7 +303,10 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         z.dq_rows,
         ctas,
     )
-    del do_tiles, q_tiles, stats, suffix, scratch
+    launch(compile_main(arch, spec), device, *arguments)
+    if spec.halves:
+        launch(compile_main(arch, replace(spec, halves=False, instead=True)), device, *arguments)
+    del do_tiles, q_tiles, stats, suffix, scratch, arguments
     dq = empty(dq_dtype, *p.q.shape)
     launch(
         compile_postpass(arch, d, p.group, queries is None, p.shared_q, apart, spec.dq_half, dtype_name(offsets_k), dtype_name(dq)),

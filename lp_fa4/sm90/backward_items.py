@@ -17,7 +17,18 @@ from torch import Tensor
 
 from lp_fa4.common.numbers import bits_of, effect
 from lp_fa4.compile import build, dtype_name, fake, kernel_cache, launch, symbol
-from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE
+from lp_fa4.sm90.backward_layout import (
+    CHUNK,
+    CLEAR,
+    COUNTER,
+    COUNTER_INSTEAD,
+    ITEM_FIELDS,
+    KEY_TILE,
+    NEED_QUERIES,
+    QUERY_TILE,
+    REDO,
+    TROUBLE,
+)
 
 THREADS = 256
 BINS = 1024
@@ -31,10 +42,11 @@ def item_capacity(tokens: int, batch: int, serial: bool, keys: int = KEY_TILE) -
 
 
 class WorkItems:
-    """``jagged``: queries come from offsets; ``serial``, ``keys``: of an item; ``scaled``: the gradients have scale bytes."""
+    """``jagged``: queries come from offsets; ``serial``, ``keys``: of an item; ``scaled``: the gradients have scale bytes; ``shared``: all
+    sequences have the same queries."""
 
-    def __init__(self, jagged: bool, serial: bool, keys: int, scaled: bool):
-        self.jagged, self.serial, self.keys, self.scaled = jagged, serial, keys, scaled
+    def __init__(self, jagged: bool, serial: bool, keys: int, scaled: bool, shared: bool):
+        self.jagged, self.serial, self.keys, self.scaled, self.shared = jagged, serial, keys, scaled, shared
 
     @cute.jit
     def __call__(
@@ -47,13 +59,15 @@ class WorkItems:
         dv: cute.Tensor,
         dk_scale: cute.Tensor | None,
         dv_scale: cute.Tensor | None,
+        need: cute.Tensor | None,
+        slots: Int32,
         queries: Int32,
         stream,
     ):
         batch = Int32(offsets_k.shape[0]) - 1
-        self.place(offsets_k, offsets_q, state, queries).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        self.place(offsets_k, offsets_q, state, slots, queries).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
         grid = cutlass.max((batch + (THREADS // 32 - 1)) // (THREADS // 32), Int32(ZEROING))
-        self.write(offsets_k, offsets_q, items, state, dk, dv, dk_scale, dv_scale, queries).launch(
+        self.write(offsets_k, offsets_q, items, state, dk, dv, dk_scale, dv_scale, need, slots, queries).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -77,8 +91,8 @@ class WorkItems:
         return BINS - 1 - cutlass.max(cutlass.min(above, BINS - 1), Int32(0))
 
     @cute.kernel
-    def place(self, offsets_k: cute.Tensor, offsets_q: cute.Tensor, state: cute.Tensor, queries: Int32):
-        """``state``: number of items, 0 (the counter that CTAs draw from), first item of each sequence."""
+    def place(self, offsets_k: cute.Tensor, offsets_q: cute.Tensor, state: cute.Tensor, slots: Int32, queries: Int32):
+        """``state``: see :func:`work_items`."""
         tid, _, _ = cute.arch.thread_idx()
         batch = Int32(offsets_k.shape[0]) - 1
         smem = cutlass.utils.SmemAllocator()
@@ -96,7 +110,7 @@ class WorkItems:
             mine = Int32(0)
             for i in cutlass.range_constexpr(each):
                 mine = mine + bins[each * tid + i]
-            before = self.scan(mine, totals, state)
+            before = self.scan(mine, totals, state, batch)
             for i in cutlass.range_constexpr(each):
                 here = bins[each * tid + i]
                 bins[each * tid + i] = before
@@ -104,20 +118,22 @@ class WorkItems:
             cute.arch.sync_threads()
             for b in cutlass.range(tid, batch, THREADS, unroll=1):
                 tiles, rows = self.sizes(offsets_k, offsets_q, queries, b)
-                state[2 + b] = cute.arch.atomic_add(bins.iterator + self.bin(tiles, rows), self.count(tiles), sem="relaxed", scope="cta")
+                state[REDO + slots + b] = cute.arch.atomic_add(
+                    bins.iterator + self.bin(tiles, rows), self.count(tiles), sem="relaxed", scope="cta"
+                )
         else:
             each = (batch + (THREADS - 1)) // THREADS
             first, end = each * tid, cutlass.min(each * tid + each, batch)
             mine = Int32(0)
             for b in cutlass.range(first, end, unroll=4):
                 mine = mine + self.sizes(offsets_k, offsets_q, queries, b)[0]
-            before = self.scan(mine, totals, state)
+            before = self.scan(mine, totals, state, batch)
             for b in cutlass.range(first, end, unroll=4):
-                state[2 + b] = before
+                state[REDO + slots + b] = before
                 before = before + self.sizes(offsets_k, offsets_q, queries, b)[0]
 
     @cute.jit
-    def scan(self, mine: Int32, totals: cute.Tensor, state: cute.Tensor):
+    def scan(self, mine: Int32, totals: cute.Tensor, state: cute.Tensor, batch: Int32):
         """Sum of ``mine`` over the threads before this one; the sum over all goes to ``state``."""
         tid, _, _ = cute.arch.thread_idx()
         lane, running = tid % 32, mine
@@ -133,7 +149,9 @@ class WorkItems:
             all_ = all_ + totals[i]
         if tid == 0:
             state[0] = all_
-            state[1] = Int32(0)
+            for word in (COUNTER, TROUBLE, COUNTER_INSTEAD):
+                state[word] = Int32(0)
+            state[CLEAR] = batch
         return before + running - mine
 
     @cute.kernel
@@ -147,6 +165,8 @@ class WorkItems:
         dv: cute.Tensor,
         dk_scale: cute.Tensor | None,
         dv_scale: cute.Tensor | None,
+        need: cute.Tensor | None,
+        slots: Int32,
         queries: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -161,10 +181,15 @@ class WorkItems:
             if const_expr(self.jagged):
                 row0 = Int32(offsets_q[b])
                 tile_row = row0 // QUERY_TILE + b
-            start = state[2 + b]
+            start = state[REDO + slots + b]
             fields = [b, start, Int32(0), k0, Int32(offsets_k[b + 1]) - k0, tile_row, rows, k0 // 32 + b]
             if const_expr(self.serial):
-                fields[1], fields[2] = Int32(0), tiles
+                fields[1] = Int32(0)
+            if const_expr(need is not None):
+                fields[2] = self.needs(need, b, row0, rows)
+                if fields[2] != 0 and tid % 32 == 0:
+                    state[TROUBLE] = Int32(1)
+                    cute.arch.atomic_add(state.iterator + CLEAR, Int32(-1), sem="relaxed", scope="gpu")
             for i in cutlass.range(tid % 32, self.count(tiles), 32, unroll=1):
                 at = items.iterator.toint() + Int64(start + i) * (4 * ITEM_FIELDS)
                 for half in cutlass.range_constexpr(2):
@@ -175,6 +200,8 @@ class WorkItems:
             for row in cutlass.range(Int32(offsets_k[batch]) + bid, Int32(x.shape[0]), grid, unroll=1):
                 for i in cutlass.range(tid, width // 16, THREADS, unroll=1):
                     zero16(x.iterator.toint() + Int64(row) * width + 16 * i)
+        for i in cutlass.range(bid * THREADS + tid, slots, grid * THREADS, unroll=1):
+            state[REDO + i] = Int32(0)
         if const_expr(self.scaled):  # rows that belong to no group
             for x in (dk_scale, dv_scale):
                 size = Int32(x.shape[0])
@@ -183,6 +210,20 @@ class WorkItems:
                 if bid == 0 and tid < size % 16:
                     x[size - 1 - tid] = cutlass.Uint8(0)
 
+    @cute.jit
+    def needs(self, need: cute.Tensor, b: Int32, row0: Int32, rows: Int32):
+        """Whether any word of ``need`` that tells of sequence ``b`` is not 0: of its own queries, or of those that all share, which only
+        the first sequence's words tell of. A whole warp asks."""
+        heads, lane = Int32(need.shape[1]), cute.arch.lane_idx()
+        chunks = (rows + (CHUNK - 1)) // CHUNK
+        first = row0 // CHUNK + b if const_expr(self.jagged) else b * chunks
+        found = Int32(0)
+        for i in cutlass.range(lane, chunks * heads, 32, unroll=1):
+            found = found | need[first + i // heads, i % heads]
+            if const_expr(self.shared):
+                found = found | (need[i // heads, i % heads] & NEED_QUERIES)
+        return Int32(cute.arch.vote_any_sync(found != 0))
+
 
 def zero16(address):
     """16 bytes of global memory become 0."""
@@ -190,18 +231,20 @@ def zero16(address):
 
 
 @kernel_cache
-def compile_items(arch: str, jagged: bool, serial: bool, keys: int, scaled: bool, offsets_dtype: str):
+def compile_items(arch: str, jagged: bool, serial: bool, keys: int, scaled: bool, needs: bool, shared: bool, offsets_dtype: str):
     """Compile for ``arch``. Arguments at launch: as of :func:`work_items`; queries a sequence (if not jagged)."""
     rows, width, offsets = symbol(), symbol(16), fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)
     return build(
         arch,
-        WorkItems(jagged, serial, keys, scaled),
+        WorkItems(jagged, serial, keys, scaled, shared),
         offsets,
         offsets,
         fake("int32", (symbol(), ITEM_FIELDS), compact=True),
         fake("int32", (symbol(),), align=4, compact=True),
         *[fake("uint8", (rows, width), compact=True) for _ in range(2)],
         *[fake("uint8", (symbol(),), compact=True) if scaled else None for _ in range(2)],
+        fake("int32", (symbol(), symbol()), align=4, compact=True) if needs else None,
+        Int32(1),
         Int32(1),
     )
 
@@ -216,18 +259,24 @@ def work_items(
     queries: int | None,
     serial: bool,
     keys: int = KEY_TILE,
+    need: Tensor | None = None,
+    slots: int = 0,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and state int32 ``[2 + B]``: their number, 0, and more.
+    """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and state int32 ``[5 + slots + B]``: the items' number, the
+    words of ``backward_layout.COUNTER`` and those that follow it, first item of each sequence.
 
     Args:
         offsets_k: int ``[B + 1]``, B >= 1. offsets_q: the same, read where ``queries`` (of every sequence) is None.
         gradients: two, uint8 ``[T, bytes]``, whose rows past ``offsets_k[-1]`` become 0. scales: two, uint8, flat, that
             become 0; or none. keys: of an item.
+        need: int32 ``[chunk rows, H]`` of the pre-pass, or None. slots: one an item and head, if ``need`` is given. shared: all
+            sequences have the same queries.
     """
     batch, device = offsets_k.shape[0] - 1, offsets_k.device
     capacity = item_capacity(gradients[0].shape[0], batch, serial, keys)
     items = torch.empty(capacity, ITEM_FIELDS, dtype=torch.int32, device=device)
-    state = torch.empty(2 + batch, dtype=torch.int32, device=device)
-    kernel = compile_items(arch, queries is None, serial, keys, bool(scales), dtype_name(offsets_k))
-    launch(kernel, device, offsets_k, offsets_q, items, state, *gradients, *(scales or (None, None)), queries or 0)
+    state = torch.empty(REDO + slots + batch, dtype=torch.int32, device=device)
+    kernel = compile_items(arch, queries is None, serial, keys, bool(scales), need is not None, shared, dtype_name(offsets_k))
+    launch(kernel, device, offsets_k, offsets_q, items, state, *gradients, *(scales or (None, None)), need, slots, queries or 0)
     return items, state

@@ -19,14 +19,32 @@ QUERY_TILE = 64
 CHUNK_TILES = 32
 CHUNK = QUERY_TILE * CHUNK_TILES
 ITEM_FIELDS = 8
-"""int32 fields of a work item: sequence, first item of the sequence, 0, first token, tokens, first query tile row, queries, scale row."""
+"""int32 fields of a work item: sequence, first item of the sequence, whether it needs FP32 sums, first token, tokens, first query tile row,
+queries, scale row."""
 
-STAT_FLOATS = 256
-"""FP32 words of one query tile and head. ``STAT_*`` are offsets into it; the first three hold one value a query."""
-STAT_A, STAT_B, STAT_C = 0, 64, 128
-STAT_S0 = 192  # two factors on S, one for each 32 queries: softmax_scale * log2(e) * 2^e_q
-STAT_Q0 = 194  # two factors 2^(e_q - e_ref) that fold the exponents of q into the codes of dS that meet q
-STAT_DQ, STAT_DV, STAT_DK = 196, 197, 198  # factors of the three results
+HEADROOM = 2
+"""Powers of two by which P is coded smaller where sums are FP16: those of dV over 512 queries with all of their weight on one key, and dO
+of one sign, do not overflow then (codes of dO are about 1)."""
+COUNTER, TROUBLE, COUNTER_INSTEAD, CLEAR, REDO = range(1, 6)
+"""Words of the item list's state, behind the number of items: the counter that CTAs draw from; whether anything is left to the form with
+FP32 sums, and the counter that it draws from; sequences that are not left to it whole (of those that are the items say so); from ``REDO``
+on, an item and head each, whether all but its dQ is, because a sum of dV or dK overflowed."""
+NEED_ROWS, NEED_QUERIES = 1, 2
+"""What of a chunk and head leaves FP16, as the pre-pass says: rows as they meet this sequence's keys, or codes of q. Where sequences share
+their queries only the first one's chunks tell of these."""
+
+STAT_FLOATS = 320
+"""FP32 words of one query tile and head in memory. ``STAT_*`` are offsets into them.
+
+Packed FP16 for ``halves``: a and c of two neighbouring queries a word, those of query ``8 j + 2 t`` and its neighbour at words
+``16 (j // 2) + 4 t + j % 2`` and two further on; b at ``STAT_B2 + 16 (j // 4) + 4 t + j % 4``: what a lane reads is 16 bytes together.
+"""
+STAT_AC2, STAT_B2 = 0, 64
+STAT_S0 = 96  # two factors on S, one for each 32 queries: softmax_scale * log2(e) * 2^e_q
+STAT_Q0 = 98  # two factors 2^(e_q - e_ref) that fold the exponents of q into the codes of dS that meet q
+STAT_DQ, STAT_DV, STAT_DK = 100, 101, 102  # factors of the three results
+STAT_VT = 103  # 2^e_v, e_v the largest exponent of v in the sequence and head: unit of the packed b
+STAT_A, STAT_B, STAT_C = 128, 192, 256  # FP32, one value a query
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,8 @@ class BackwardSpec:
         k_static, v_static: one exponent a head instead of one per 32 keys.
         dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence, also where queries are shared).
         deterministic: reductions from one CTA are performed one after the other.
+        halves: scores and dP in FP16 (``backward_halves``); static exponents of k and v, no groups. Done only where the pre-pass
+            found that FP16 holds them; instead: by this kernel only where it does not.
         cluster: two CTAs take neighbouring key tiles and share what they read of the query side (not if ``causal`` or ``serial``).
     """
 
@@ -68,6 +88,13 @@ class BackwardSpec:
     suffix: bool = False
     whole: bool = False
     jagged: bool = False
+    halves: bool = False
+    instead: bool = False
+
+    @property
+    def stat_span(self) -> tuple[int, int]:
+        """First of a tile's statistics that the kernel wants in shared memory, and their number."""
+        return (0, 128) if self.halves else (96, STAT_FLOATS - 96)
 
     @property
     def item_keys(self) -> int:
@@ -126,6 +153,7 @@ class PrepassSpec:
     suffix: bool = False
     align: bool = False
     rows: int = CHUNK
+    halves: bool = False
 
 
 def chunk_rows(queries: int | None) -> int:

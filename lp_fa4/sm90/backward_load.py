@@ -18,13 +18,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.sm90.backward_layout import CHUNK_TILES, KEY_TILE, QUERY_TILE, STAT_FLOATS
+from lp_fa4.sm90.backward_layout import CHUNK_TILES, COUNTER, COUNTER_INSTEAD, KEY_TILE, QUERY_TILE, REDO, STAT_FLOATS
 from lp_fa4.sm90.backward_ops import advance, effect, mask_of, pick_pairs, pinned
 
 ACCUMULATOR_ORDER = ("6420", "7531")
 PAIRS_ORDER = ("6240", "7351")
 IN_FLIGHT = 3
-STAT_BYTES = 4 * STAT_FLOATS
 RECORD_BYTES = 64
 """An item's record: eight fields (:class:`Item`), then the scale bytes of K and of V for four groups of 32 keys, all int32."""
 
@@ -36,7 +35,7 @@ class Item:
     def __init__(self, record):
         words = [shared_ints(record + 16 * i, 4) for i in range(2)]
         self.b, self.n, self.k0, self.klen = (words[0][i] for i in range(4))
-        self.qrow, self.qlen, self.hk, _ = (words[1][i] for i in range(4))
+        self.qrow, self.qlen, self.hk, self.tag = (words[1][i] for i in range(4))
         self.tiles = (self.qlen + (QUERY_TILE - 1)) // QUERY_TILE
         self.record = record
 
@@ -77,7 +76,7 @@ def segment(spec, item, first, chunk, chunks, s):
 @cute.jit
 def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob):
     """Producer. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses of the images, and the
-    counter that items are drawn from.
+    state of the list (``backward_items``).
 
     It alone reads the work list and the scales; the other roles find each item's record in shared memory, so that no global latency
     stands at the start of their items.
@@ -86,6 +85,7 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
     grid, _, _ = cute.arch.grid_dim()
     heads = kv_heads * spec.group
     tile_bytes = spec.tile_bytes
+    stat_first, stat_bytes = 4 * spec.stat_span[0], 4 * spec.stat_span[1]
     shape, one = (KEY_TILE, spec.head_dim), cute.make_layout(1)
     group = lambda x: cute.group_modes(x, 0, 2)  # noqa: E731
     stage, phase, out, out_phase, kv, kv_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(1)
@@ -105,6 +105,12 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
             if const_expr(spec.cluster):
                 first_tile = 2 * first_tile + rank
             end_tile = first_tile + 1
+        tag = t
+        if const_expr(spec.halves):
+            end_tile = end_tile if fields[2] == 0 else first_tile
+        elif const_expr(spec.instead):
+            tag = Int32(glob.state[REDO + t]) if fields[2] == 0 else Int32(0)
+            end_tile = end_tile if fields[2] + tag != 0 else first_tile
         k_head = cute.domain_offset((fields[3], 0), tma.k_tensor[None, None, hk])
         v_head = cute.domain_offset((fields[3], 0), tma.v_tensor[None, None, hk])
         k_smem, k_gmem = cpasync.tma_partition(tma.k, 0, one, group(smem.k), group(cute.local_tile(k_head, shape, (None, 0))))
@@ -113,9 +119,11 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
             item = SimpleNamespace(n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
             first, chunk, chunks = query_span(spec, item)
             cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
+            if const_expr(spec.halves):  # K and V were read by loads
+                cute.arch.fence_view_async_shared()
             record = smem.record + RECORD_BYTES * kv
             store_words(record, (Int32(items[pinned(entry), 0]), n, item.k0, item.klen))
-            store_words(record + 16, (item.qrow, item.qlen, item.hk, Int32(0)))
+            store_words(record + 16, (item.qrow, item.qlen, item.hk, tag))
             scale_row = Int32(items[pinned(entry), 7])
             store_words(record + 32, scale_bytes(spec.k_static, k_scale, item, scale_row))
             store_words(record + 48, scale_bytes(spec.v_static, v_scale, item, scale_row))
@@ -137,9 +145,10 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
                     full = bars.a_full + stage
                     cute.arch.mbarrier_wait(bars.a_empty + stage, phase)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, 3 * tile_bytes + STAT_BYTES)
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, 3 * tile_bytes + stat_bytes)
                         address = Int32(full.toint())
-                        bulk(smem.stat_address + stage * STAT_BYTES, glob.stats + do_tile * STAT_BYTES, STAT_BYTES, address)
+                        source = glob.stats + do_tile * (4 * STAT_FLOATS) + stat_first
+                        bulk(smem.stat_address + stage * stat_bytes, source, stat_bytes, address)
                     share_tile(spec, rank, 0, smem.q_address + stage * tile_bytes, q_source, full)
                     share_tile(spec, rank, 1, smem.do_address + stage * tile_bytes, do_source, full)
                     share_tile(spec, rank, 0, smem.dot_address + stage * tile_bytes, do_source + tile_bytes, full)
@@ -156,7 +165,9 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
         if const_expr(spec.drawn):  # this late: who is behind takes fewer, and the loads under way hide the latency
             drawn = Int32(0)
             if cute.arch.lane_idx() == 0:
-                drawn = cute.arch.atomic_add(glob.counter, Int32(1), sem="relaxed", scope="gpu")
+                drawn = cute.arch.atomic_add(
+                    glob.state.iterator + (COUNTER_INSTEAD if const_expr(spec.instead) else COUNTER), Int32(1), sem="relaxed", scope="gpu"
+                )
             t = grid + cute.arch.shuffle_sync(drawn, 0)
         else:
             t = t + grid

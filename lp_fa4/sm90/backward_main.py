@@ -11,21 +11,24 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hop
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass import Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.compile import build, fake, kernel_cache, symbol
-from lp_fa4.sm90.backward_compute import FIRST, STEADY, end_last, key_factors, pass_tile, segment_factors, start_last, step
+from lp_fa4.sm90.backward_compute import FIRST, STEADY, end_last, key_factors, pass_tile, segment_factors, start_last
+from lp_fa4.sm90.backward_compute import step as full_step
 from lp_fa4.sm90.backward_dq import dq_warps
-from lp_fa4.sm90.backward_layout import ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, BackwardSpec
+from lp_fa4.sm90.backward_halves import load_keys, widened
+from lp_fa4.sm90.backward_halves import step as half_step
+from lp_fa4.sm90.backward_layout import CLEAR, ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, TROUBLE, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
 from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 from lp_fa4.sm90.wgmma import low_half
 
-REGISTERS = (32, 208, 64)
-"""Feeding, computing and dQ warpgroups: 32 + 2 * 208 + 64 = 512 = 4 * 128, what the launch brings."""
+REGISTERS, HALF_REGISTERS = (32, 208, 64), (32, 184, 112)
+"""Feeding, computing and dQ warpgroups: 32 + 2 * 208 + 64 = 512 = 4 * 128, what the launch brings. The second: of ``halves``."""
 THREADS = 512
 
 
@@ -101,11 +104,18 @@ class BackwardMain:
         d = self.spec.head_dim
         kind, major = Float8E4M3FN, OperandMajorMode.K
 
-        def mma(atoms, n, source=warpgroup.OperandSource.SMEM):
-            return hop.make_trivial_tiled_mma(kind, kind, major, major, Float32, (atoms, 1, 1), (64, n), source)
+        def mma(atoms, n, source=warpgroup.OperandSource.SMEM, sums=Float32):
+            return hop.make_trivial_tiled_mma(kind, kind, major, major, sums, (atoms, 1, 1), (64, n), source)
 
         layouts = shared_layouts(self.spec)
-        mmas = SimpleNamespace(s=mma(2, QUERY_TILE), g=mma(2, d, warpgroup.OperandSource.RMEM), q=mma(1, d // 2))
+        scores, keys = Float32, warpgroup.OperandSource.SMEM
+        if const_expr(self.spec.halves):  # sums take half of the registers, K and V what that leaves: shared memory has no time for them
+            scores, keys = Float16, warpgroup.OperandSource.RMEM
+        mmas = SimpleNamespace(
+            s=mma(2, QUERY_TILE, keys, scores),
+            g=mma(2, d, warpgroup.OperandSource.RMEM, scores),
+            q=mma(1, d if const_expr(self.spec.halves) else d // 2),
+        )
 
         def tma(x):
             pointer = cute.recast_ptr(x.iterator, dtype=kind)
@@ -162,7 +172,7 @@ class BackwardMain:
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
             peak: cute.struct.Align[cute.struct.MemRange[Float32, (24 if spec.follows else 8) * a_stages], 64]
             block_peaks: cute.struct.Align[cute.struct.MemRange[Float32, 64], 128]
-            stat: cute.struct.Align[cute.struct.MemRange[Float32, STAT_FLOATS * a_stages], 1024]
+            stat: cute.struct.Align[cute.struct.MemRange[Float32, spec.stat_span[1] * a_stages], 1024]
             q: codes(layouts.q)
             do: codes(layouts.q)
             qt: codes(layouts.qt)
@@ -246,17 +256,23 @@ class BackwardMain:
         else:
             cute.arch.sync_threads()
         total = Int32(state[0]) * kv_heads
+        registers = HALF_REGISTERS if const_expr(spec.halves) else REGISTERS
+        if const_expr(spec.instead):  # nothing is left, as a rule
+            total = total if state[TROUBLE] != 0 else Int32(0)
+        elif const_expr(spec.halves):
+            total = total if state[CLEAR] != 0 else Int32(0)
         if warp < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            cute.arch.setmaxregister_decrease(registers[0])
             if warp == 0:
                 tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
-                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats, counter=state.iterator + 1)
+                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats, state=state)
                 copy_warp(spec, a_stages, b_stages, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
         elif warp >= 12:
-            cute.arch.setmaxregister_decrease(REGISTERS[2])
+            cute.arch.setmaxregister_decrease(registers[2])
             slice_q, own = mma_q.get_slice(0), cute.arch.make_warp_uniform(warp - 12)
             kt = swizzled(store.kt, layouts.kt)
-            halves = [cute.local_tile(kt, (spec.head_dim // 2, KEY_TILE), (half, 0)) for half in range(2)]
+            parts = 1 if const_expr(spec.halves) else 2  # of dQ
+            halves = [cute.local_tile(kt, (spec.head_dim // parts, KEY_TILE), (part, 0)) for part in range(parts)]
             w = SimpleNamespace(
                 bars=bars,
                 lane=tid % 32,
@@ -275,7 +291,7 @@ class BackwardMain:
             )
             dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
+            cute.arch.setmaxregister_increase(registers[1])
             thread = tid - 128
             own = cute.arch.make_warp_uniform(thread // 32)
             group = own // 4
@@ -286,6 +302,10 @@ class BackwardMain:
             P, dS = mma_g.make_fragment_A(operand_shape), mma_g.make_fragment_A(operand_shape)
             turned = lambda x, layout: slice_g.make_fragment_B(slice_g.partition_B(tensor(x, layout)))  # noqa: E731
             one = lambda x: x[None, None, None, 0]  # noqa: E731
+            key_shape = mma_s.partition_shape_A((KEY_TILE, spec.head_dim))
+            key_operand = lambda x: (  # noqa: E731
+                mma_s.make_fragment_A(key_shape) if const_expr(spec.halves) else one(slice_s.make_fragment_A(slice_s.partition_A(x)))
+            )
             w = SimpleNamespace(
                 low=pinned(low_half(address(store.q))),
                 places=operand_places(spec),
@@ -297,8 +317,9 @@ class BackwardMain:
                 thread=thread,
                 mma_s=mma_s,
                 mma_g=mma_g,
-                k=one(slice_s.make_fragment_A(slice_s.partition_A(smem.k))),
-                v=one(slice_s.make_fragment_A(slice_s.partition_A(smem.v))),
+                k=key_operand(smem.k),
+                v=key_operand(smem.v),
+                kv_address=address(store.k),
                 q=one(slice_s.make_fragment_B(slice_s.partition_B(tensor(store.q, layouts.q)))),
                 do=one(slice_s.make_fragment_B(slice_s.partition_B(tensor(store.do, layouts.q)))),
                 qt=one(turned(store.qt, layouts.qt)),
@@ -309,7 +330,7 @@ class BackwardMain:
                 dS_operand=dS,
                 P=cute.recast_tensor(P, Int32),
                 dS=cute.recast_tensor(dS, Int32),
-                stat=smem.stat_address,
+                stat=smem.stat_address - 4 * spec.stat_span[0],
                 scales=address(store.scales),
                 peak=address(store.peak),
                 history=address(store.peak) + 32 * a_stages,
@@ -321,7 +342,9 @@ class BackwardMain:
                 peer=cute.arch.block_idx()[0] % 2 ^ 1,
                 ds_address=address(store.ds),
             )
-            grads = SimpleNamespace(suffix=suffix, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch)
+            grads = SimpleNamespace(
+                suffix=suffix, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch, state=state.iterator.toint()
+            )
             self.consume(w, grads, kv_heads)
         if const_expr(spec.cluster):  # the other CTA may still arrive here
             cute.arch.cluster_arrive()
@@ -331,6 +354,7 @@ class BackwardMain:
     def consume(self, w, grads, kv_heads):
         """Walk the items: segments of at most 32 query tiles each, then the results of the key tile."""
         spec, bars = self.spec, w.bars
+        step = half_step if const_expr(spec.halves) else full_step
         d = spec.head_dim
         bid, _, _ = cute.arch.block_idx()
         scratch = grads.scratch + Int64(bid) * (2 * KEY_TILE * d * 4)
@@ -362,6 +386,8 @@ class BackwardMain:
                     fk, fv = key_factors(spec, w, item)
                     k = w.low + w.places["k"] + pinned(w.warp) // 4 * w.tile + kv * (KEY_TILE // QUERY_TILE * w.tile)
                     keys = (fk, fv, k, k + (w.places["v"] - w.places["k"]))
+                    if const_expr(spec.halves):
+                        load_keys(spec, w, kv)
                     for s in cutlass.range(segments, unroll=1):
                         here = Item(pinned(w.record + RECORD_BYTES * kv)) if const_expr(spec.long) else item  # registers are short
                         _, low, count, turn = segment(spec, here, *query_span(spec, here), s)
@@ -369,11 +395,11 @@ class BackwardMain:
                         out, out_phase = cute.arch.make_warp_uniform(out), cute.arch.make_warp_uniform(out_phase)
                         if const_expr(stages(spec)[0] == 2):
                             stage, phase = out, out_phase
-                        dV = cute.make_rmem_tensor(w.gradient_shape, Float32)
-                        dK = cute.make_rmem_tensor(w.gradient_shape, Float32)
+                        dV = cute.make_rmem_tensor(w.gradient_shape, Float16 if const_expr(spec.halves) else Float32)
+                        dK = cute.make_rmem_tensor(w.gradient_shape, Float16 if const_expr(spec.halves) else Float32)
                         dK.fill(0.0)
                         cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-                        segment_factors(w, stage)
+                        segment_factors(spec, w, stage)
                         diagonal = here.n * KEY_TILE + 16 * w.warp - here.klen + here.qlen - QUERY_TILE * low
                         now = (stage, phase, out, out_phase)
                         x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, diagonal - QUERY_TILE * turn, now, now)
@@ -391,11 +417,23 @@ class BackwardMain:
                         if const_expr(spec.group > 1):  # registers are short
                             end_last(spec, w, out)
                         # elsewhere dV leaves under the last product
-                        self.leave(w, 0, dV, shared_floats(w.factors, 1, 4)[0], s, segments, again, left, grads, kv_heads, scratch)
+                        self.leave(
+                            w,
+                            0,
+                            widened(spec, w, dV, grads, again.tag),
+                            shared_floats(w.factors, 1, 4)[0],
+                            s,
+                            segments,
+                            again,
+                            left,
+                            grads,
+                            kv_heads,
+                            scratch,
+                        )
                         if const_expr(spec.group == 1):
                             end_last(spec, w, out)
                         factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
-                        self.leave(w, 1, dK, factor, s, segments, again, left, grads, kv_heads, scratch)
+                        self.leave(w, 1, widened(spec, w, dK, grads, again.tag), factor, s, segments, again, left, grads, kv_heads, scratch)
                         stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
             items = items + 1
         cute.arch.cp_async_bulk_wait_group(0)

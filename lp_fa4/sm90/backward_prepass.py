@@ -10,6 +10,10 @@ and, once e_ref, the largest e of the chunk, is known::
     a   = s + e - e_ref - m            so that exp2(S + a) is P * 2^(s + e - e_ref): the exponent of dO rides in P; s = p_scale_log2
     c   = (l / K) * 2^(s + e - e_ref)  what is subtracted from P in dV, 0 unless centred or suffix; K: keys that the row sees
 
+With ``halves`` (``fold_l``) the main kernel adds up scores in FP16 and works on pairs of statistics; what ``backward_prepass_halves`` says
+of l, m, c, s and the exponents then holds for all of the above. Packed a, b and c stand beside those in FP32, and ``need`` says whether a
+chunk is out of FP16's reach.
+
 With ``align`` a row has a factor f in (1/2, 1], 1 / f on dO and f on P, so that its largest |dO| / (l f) is a power of two, exact in E4M3:
 l f stands for l, and m - log2 f for m, in all of the above.
 
@@ -27,14 +31,31 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.backward_rows import fake_offsets, fake_results, first_unit, power_of_sums, query_unit, statistics
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, exp2, float_of, inline_ptx, inverse_of_byte, log2, scale_of_byte
+from lp_fa4.common.numbers import (
+    absolute,
+    bits_of,
+    byte_of_amax_bits,
+    e4m3x4,
+    exp2,
+    float_of,
+    inline_ptx,
+    inverse_of_byte,
+    log2,
+    scale_of_byte,
+)
+from lp_fa4.common.rows import fma
 from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.mx.quantize import ROW_SUM
 from lp_fa4.sm90.backward_layout import (
     CHUNK,
     CHUNK_TILES,
+    NEED_QUERIES,
+    NEED_ROWS,
     QUERY_TILE,
     STAT_A,
+    STAT_AC2,
     STAT_B,
+    STAT_B2,
     STAT_C,
     STAT_DK,
     STAT_DQ,
@@ -42,10 +63,22 @@ from lp_fa4.sm90.backward_layout import (
     STAT_FLOATS,
     STAT_Q0,
     STAT_S0,
+    STAT_VT,
     PrepassSpec,
 )
 from lp_fa4.sm90.backward_load import ACCUMULATOR_ORDER, turn_tiles
 from lp_fa4.sm90.backward_ops import effect
+from lp_fa4.sm90.backward_prepass_halves import (
+    KEPT,
+    LARGEST_REFERENCE,
+    LARGEST_SCALE,
+    byte_of_norm_bits,
+    eleven_bits,
+    flag,
+    norm_of_codes,
+    on_grid,
+    rounded_scale,
+)
 
 THREADS = 256
 IMAGES = 2
@@ -80,6 +113,7 @@ class Prepass:
         sums: cute.Tensor,
         suffix: cute.Tensor | None,
         dq_scale: cute.Tensor | None,
+        need: cute.Tensor | None,
         dq: cute.Tensor,
         queries: Int32,
         softmax_scale: Float32,
@@ -104,6 +138,7 @@ class Prepass:
             sums,
             suffix,
             dq_scale,
+            need,
             dq,
             queries,
             softmax_scale,
@@ -129,6 +164,7 @@ class Prepass:
         sums: cute.Tensor,
         suffix: cute.Tensor | None,
         dq_scale: cute.Tensor | None,
+        need: cute.Tensor | None,
         dq: cute.Tensor,
         queries: Int32,
         softmax_scale: Float32,
@@ -141,6 +177,7 @@ class Prepass:
         unit = query_unit(spec.jagged, offsets_q, batch, chunk_row, CHUNK, queries)
         b, start, chunk, tile_row = unit.sequence, unit.start, unit.index, first_unit(spec.jagged, unit, QUERY_TILE)
         left = cutlass.min(unit.queries - CHUNK * chunk, Int32(CHUNK))  # rows of this chunk; the tile rule leaves rows that own nothing
+        tid, _, _ = cute.arch.thread_idx()
         self.zero(dq)
         smem = cutlass.utils.SmemAllocator()
         rows = SimpleNamespace(
@@ -148,13 +185,18 @@ class Prepass:
             deltas=smem.allocate_tensor(Float32, cute.make_layout(spec.rows), byte_alignment=16),
             inverses=smem.allocate_tensor(Float32, cute.make_layout(spec.rows), byte_alignment=16),
             shares=smem.allocate_tensor(Float32, cute.make_layout(spec.rows if spec.suffix else 4), byte_alignment=16),
+            maxima=smem.allocate_tensor(Float32, cute.make_layout(spec.rows if spec.halves and spec.align else 4), byte_alignment=16),
         )
         column_sums = smem.allocate_tensor(
             Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
         )
-        peaks = smem.allocate_tensor(Int32, cute.make_layout(16), byte_alignment=16)
+        peaks = smem.allocate_tensor(Int32, cute.make_layout(20), byte_alignment=16)
+        trouble = cute.make_tensor(peaks.iterator + 16, cute.make_layout(1))
         codes = smem.allocate_tensor(Int32, cute.make_layout(IMAGES * QUERY_TILE * spec.head_dim // 2), byte_alignment=1024)
         buffers = Int32(codes.iterator.toint())
+        if const_expr(spec.halves):  # noqa: SIM102 - known to the compiler, the other is not
+            if tid == 0:
+                trouble[0] = Int32(0)
         if left > 0:
             first = start + CHUNK * chunk
             dq_power = Float32(1.0)
@@ -163,28 +205,43 @@ class Prepass:
             tile_row = tile_row + CHUNK_TILES * chunk
             results = SimpleNamespace(dout=dout, out=out, row_max=row_max, row_sum=row_sum, dlse=dlse)
             place = SimpleNamespace(head=head, first=first, left=left, tiles=tiles, tile_row=tile_row)
+            scale = softmax_scale * math.log2(math.e)
+            ratio, top_k, top_v = Float32(1.0), Int32(127), Int32(127)
+            if const_expr(spec.halves):
+                scale, ratio = rounded_scale(scale)
+                kv_head = head * Int32(v_scale.shape[1]) // heads
+                group, groups = Int32(offsets_k[b]) // 32 + b, (keys + 31) // 32
+                top_k = self.widest(k_scale, spec.k_static, group, groups, kv_head)
+                top_v = self.widest(v_scale, spec.v_static, group, groups, kv_head)
             # queries of the sequence before this chunk, less all of them, for the keys that a row sees where causal
             seen = (keys, CHUNK * chunk - unit.queries)
-            self.row_factors(results, place, rows, seen)
+            self.row_factors(results, place, rows, seen, ratio)
             self.encode(results, place, do_tiles, rows, seen, buffers, (sums, chunk_row), suffix, column_sums, peaks)
             top = peaks[0]
             for i in cutlass.range_constexpr(1, 8):
                 top = cutlass.max(top, peaks[i])
             reference = Int32(127) if top == 0 else top
-            self.row_statistics(results, place, stats, rows, seen, reference)
+            self.row_statistics(results, place, stats, rows, seen, reference, ratio, top_v, trouble)
             if const_expr(spec.dq_half):
-                dq_power = self.dq_power(k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale)
+                exponents = top_k + top_v - 2 * 127
+                if const_expr(not spec.halves):
+                    exponents = self.exponents(k_scale, v_scale, offsets_k, b, keys, head, heads)
+                dq_power = self.dq_power(peaks, exponents, softmax_scale)
                 dq_scale[chunk_row, head] = Float32(1.0) / dq_power
             scale_row = start // 32 + b
             if const_expr(spec.shared):
                 scale_row = Int32(0)
-            self.headers(q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power)
+            tops = (top_k, top_v)
+            self.headers(q_scale, stats, place, scale_row, chunk, reference, (softmax_scale, scale), dq_power, tops, trouble)
             if const_expr(spec.shared):
                 if b == 0:
-                    self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk, buffers)
+                    self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk, buffers, trouble)
             else:
-                self.copy_queries(q, q_tiles, head, first, left, tiles, tile_row, buffers)
-        tid, _, _ = cute.arch.thread_idx()
+                self.copy_queries(q, q_tiles, head, first, left, tiles, tile_row, buffers, trouble)
+        if const_expr(spec.halves):
+            cute.arch.sync_threads()
+            if tid == 0:
+                need[chunk_row, head] = trouble[0]
         if tid == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -266,14 +323,21 @@ class Prepass:
                 present = Float32(1.0) if r < left else Float32(0.0)
                 for i in cutlass.range_constexpr(8):
                     total[i] = total[i] + x[i] * present
-                peak = self.row_peak(xs[part])
                 share = Float32(1.0)
+                peak = self.row_peak(xs[part]) if const_expr(spec.align or not spec.halves) else Int32(0)
                 if const_expr(spec.align):
                     share = mantissa_share(bits_of(float_of(peak) * inverse))
+                    if const_expr(spec.halves):
+                        m = rows.maxima[r]
+                        share = exp2(m - on_grid(m - log2(share)))
                     inverse = inverse / share
+                if const_expr(spec.halves):
+                    peak = self.row_norm(x)
                 finite = peak if peak < 0x7F800000 and r < left else Int32(0)
                 largest = cutlass.max(largest, finite)
-                byte = cutlass.max(byte_of_amax_bits(bits_of(float_of(peak) * inverse)), 1)
+                scaled = bits_of(float_of(peak) * inverse)
+                byte = byte_of_norm_bits(scaled) if const_expr(spec.halves) else byte_of_amax_bits(scaled)
+                byte = cutlass.max(byte, 1)
                 byte = Int32(0) if peak == 0 else byte
                 byte = byte if inverse > 0.0 else Int32(-1)
                 top = cutlass.max(top, byte if finite > 0 else Int32(0))
@@ -281,7 +345,7 @@ class Prepass:
                 keep = Int32(-1) if byte > 0 else Int32(0)  # x may be anything where no key is seen
                 delta = Float32(0.0)
                 if const_expr(spec.suffix):
-                    share = share * rows.shares[r] * scale_of_byte(cutlass.max(byte, 0))
+                    share = self.rounded(share * rows.shares[r]) * scale_of_byte(cutlass.max(byte, 0))
                 codes = cute.make_rmem_tensor(2, Int32)
                 for i in cutlass.range_constexpr(2):
                     four = [x[4 * i + j] * factor for j in range(4)]
@@ -315,22 +379,45 @@ class Prepass:
         self.sum_rows(total, column_sums, sums[0], sums[1], head)
 
     @cute.jit
-    def row_factors(self, results, place, rows, seen):
+    def row_factors(self, results, place, rows, seen, ratio):
         """Factor on dO of each row of the chunk's tiles, 1 / l or 1; 0 where there is no row, or none that sees a key. Where there is a
         coherent part to sum, l / K beside it."""
         tid, _, _ = cute.arch.thread_idx()
         for r in cutlass.range(tid, QUERY_TILE * place.tiles, THREADS, unroll=1):
-            inverse, share = Float32(0.0), Float32(0.0)
+            inverse, share, m = Float32(0.0), Float32(0.0), Float32(0.0)
             if r < place.left:
                 total = results.row_sum[place.head, place.first + r]
+                if const_expr(self.spec.halves):
+                    m = results.row_max[place.head, place.first + r] * ratio
                 if total > 0.0:
+                    if const_expr(self.spec.halves):
+                        total = total * KEPT
+                    if const_expr(self.spec.halves and not self.spec.align):
+                        total = total * exp2(m - on_grid(m))
                     inverse = self.inverse_sum(total)
                     if const_expr(self.spec.suffix):
                         share = total / Float32(self.keys_seen(seen, r))
             rows.inverses[r] = inverse
             if const_expr(self.spec.suffix):
                 rows.shares[r] = share
+            if const_expr(self.spec.halves and self.spec.align):
+                rows.maxima[r] = m
         cute.arch.sync_threads()
+
+    def rounded(self, share):
+        """l / K as c has it."""
+        return eleven_bits(share) if self.spec.halves else share
+
+    @cute.jit
+    def row_norm(self, x):
+        """Bits of a row's L1 norm times 2^-8 (so that no finite row's is infinite), from its threads' eight values; a NaN wins."""
+        parts = [absolute(x[0]) * 2.0**-8, absolute(x[1]) * 2.0**-8]
+        for i in cutlass.range_constexpr(2, 8):
+            parts[i % 2] = fma(absolute(x[i]), Float32(2.0**-8), parts[i % 2])
+        total = parts[0] + parts[1]
+        for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+        return bits_of(total)
 
     @cute.jit
     def row_peak(self, values):
@@ -348,7 +435,7 @@ class Prepass:
         return cutlass.min(seen[0], row + 1 + seen[0] + seen[1]) if self.spec.causal else seen[0]
 
     @cute.jit
-    def row_statistics(self, results, place, stats, rows, seen, reference):
+    def row_statistics(self, results, place, stats, rows, seen, reference, ratio, top_v, trouble):
         """a, b and c of each row, a thread a row."""
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
@@ -358,8 +445,11 @@ class Prepass:
             a, c = Float32(-math.inf), Float32(0.0)
             if byte >= 0:
                 row = place.first + r
-                total, m = results.row_sum[place.head, row], results.row_max[place.head, row]
-                if const_expr(spec.align):
+                total, m = results.row_sum[place.head, row], results.row_max[place.head, row] * ratio
+                if const_expr(spec.halves):
+                    m = on_grid(m + log2(total * rows.inverses[r]))
+                    total = Float32(1.0) / rows.inverses[r]
+                elif const_expr(spec.align):
                     share = Float32(1.0) / (total * rows.inverses[r])
                     total, m = total * share, m - log2(share)
                 e = byte if byte > 0 and byte < 255 else reference
@@ -369,10 +459,28 @@ class Prepass:
                 shift = Float32(e - reference) + float(spec.p_scale_log2)
                 keys = self.keys_seen(seen, r)
                 a, c = statistics(spec.fold_l, spec.centred or spec.suffix, total, m, keys, shift, exp2(shift))
+                c = self.rounded(c)
+                if const_expr(spec.halves):  # noqa: SIM102
+                    if absolute(m) > LARGEST_REFERENCE:
+                        flag(trouble, NEED_ROWS)
+            if const_expr(spec.halves):
+                values = (a, -delta * inverse_of_byte(top_v), c)
+                self.packed_statistics(stat + Int64(r // QUERY_TILE) * step, r % QUERY_TILE, values, trouble)
             at = stat + Int64(r // QUERY_TILE) * step + 4 * (r % QUERY_TILE)
             effect([at + 4 * STAT_A, a], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_B, -delta], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_C, c], "st.global.f32 [$0], $1;", "l,f")
+
+    @cute.jit
+    def packed_statistics(self, stat, n, values, trouble):
+        """FP16 a, b and c of a tile's query ``n`` where the layout wants them."""
+        a, b, c = values
+        if absolute(b) > 65504.0:
+            flag(trouble, NEED_ROWS)
+        j, t, half = n // 8, n // 2 % 4, n % 2
+        ac = stat + 4 * (STAT_AC2 + 16 * (j // 2) + 4 * t + j % 2) + 2 * half
+        for at, value in ((ac, a), (ac + 8, c), (stat + 4 * (STAT_B2 + 16 * (j // 4) + 4 * t + j % 4) + 2 * half, b)):
+            effect([at, value], "{.reg .b16 h; cvt.rn.f16.f32 h, $1; st.global.b16 [$0], h;}", "l,f")
 
     @cute.jit
     def sum_rows(self, values, column_sums, target, row, head):
@@ -389,9 +497,10 @@ class Prepass:
             target[row, head, tid] = whole
 
     @cute.jit
-    def headers(self, q_scale, stats, head, scale_row, chunk, left, tiles, tile_row, reference, softmax_scale, dq_power):
-        """Factors of each tile: one thread a tile."""
-        spec = self.spec
+    def headers(self, q_scale, stats, place, scale_row, chunk, reference, scales, dq_power, tops, trouble):
+        """Factors of each tile: one thread a tile. ``scales``: the softmax scale, and the same in log2 units as scores take it."""
+        spec, head, left, tiles, tile_row = self.spec, place.head, place.left, place.tiles, place.tile_row
+        softmax_scale, scale = scales
         tid, _, _ = cute.arch.thread_idx()
         stat, step = self.images(stats, tile_row, head, 4 * STAT_FLOATS)
         if tid < tiles:
@@ -410,16 +519,31 @@ class Prepass:
                     inside = QUERY_TILE * tid + 32 * half < left
                     if inside:
                         byte = Int32(q_scale[scale_row + CHUNK // 32 * chunk + 2 * tid + half, head])
-                factor = scale_of_byte(byte)
-                effect([at + 4 * (STAT_S0 + half), factor * (softmax_scale * math.log2(math.e))], "st.global.f32 [$0], $1;", "l,f")
+                factor = scale_of_byte(byte) * scale
+                effect([at + 4 * (STAT_S0 + half), factor], "st.global.f32 [$0], $1;", "l,f")
+                if const_expr(spec.halves):  # noqa: SIM102
+                    if factor * scale_of_byte(tops[0]) > LARGEST_SCALE:
+                        flag(trouble, NEED_ROWS)
                 share = exp2(Float32(byte - top))
                 effect([at + 4 * (STAT_Q0 + half), share], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_DQ, unit * softmax_scale * dq_power], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_DV, unit], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_DK, unit * softmax_scale * scale_of_byte(top)], "st.global.f32 [$0], $1;", "l,f")
+            if const_expr(spec.halves):
+                effect([at + 4 * STAT_VT, scale_of_byte(tops[1])], "st.global.f32 [$0], $1;", "l,f")
 
     @cute.jit
-    def dq_power(self, k_scale, v_scale, offsets_k, b, keys, head, heads, peaks, softmax_scale):
+    def exponents(self, k_scale, v_scale, offsets_k, b, keys, head, heads):
+        """Largest exponents of k and of v in a sequence, added up."""
+        spec = self.spec
+        kv_head = head * Int32(k_scale.shape[1]) // heads
+        row, groups = Int32(offsets_k[b]) // 32 + b, (keys + 31) // 32
+        e_k = self.widest(k_scale, spec.k_static, row, groups, kv_head)
+        e_v = self.widest(v_scale, spec.v_static, row, groups, kv_head)
+        return e_k + e_v - 2 * 127
+
+    @cute.jit
+    def dq_power(self, peaks, exponents, softmax_scale):
         """Power of two under which no FP16 sum of this chunk's dQ can overflow (``power_of_sums``)."""
         spec = self.spec
         if const_expr(spec.dq_scale_log2 is not None):
@@ -427,11 +551,7 @@ class Prepass:
         largest = peaks[8]
         for i in cutlass.range_constexpr(9, 16):
             largest = cutlass.max(largest, peaks[i])
-        kv_head = head * Int32(k_scale.shape[1]) // heads
-        row, groups = Int32(offsets_k[b]) // 32 + b, (keys + 31) // 32
-        e_k = self.widest(k_scale, spec.k_static, row, groups, kv_head)
-        e_v = self.widest(v_scale, spec.v_static, row, groups, kv_head)
-        power = power_of_sums(spec.head_dim, softmax_scale, largest, e_k + e_v - 2 * 127)
+        power = power_of_sums(spec.head_dim, softmax_scale, largest, exponents, norms=spec.halves)
         if largest == 0:
             power = Int32(0)
         return float_of((power + 127) << 23)
@@ -452,7 +572,7 @@ class Prepass:
         return top
 
     @cute.jit
-    def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row, buffers):
+    def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row, buffers, trouble):
         """Q codes as tile images."""
         tid, _, _ = cute.arch.thread_idx()
         target, step = self.images(q_tiles, tile_row, head, 2 * QUERY_TILE * self.spec.head_dim)
@@ -470,6 +590,13 @@ class Prepass:
             for r, two in words:
                 keep = Int32(-1) if r < left else Int32(0)
                 effect([self.place(image, r), two[0] & keep, two[1] & keep], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
+            if const_expr(self.spec.halves):
+                for _, two in words:
+                    norm = norm_of_codes(two[0], two[1])
+                    for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
+                        norm = norm + cute.arch.shuffle_sync_bfly(norm, offset=1 << i)
+                    if norm > float(ROW_SUM):
+                        flag(trouble, NEED_QUERIES)
             self.send_image(image, target + Int64(tile) * step)
 
 
@@ -512,10 +639,11 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     """Compile for ``arch``. Arguments at launch, in order:
 
     those of ``fake_results``; q: uint8 ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless
-    ``dq_half``); offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums: fp32
-    ``[chunk rows, H, D]``, column sums of dO; suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
-    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); dq: as fp32, flat, to be zeroed; queries
-    per sequence (if not jagged); softmax scale.
+    ``dq_half`` or ``halves``); offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums:
+    fp32 ``[chunk rows, H, D]``, column sums of dO; suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
+    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); need: int32 ``[chunk rows, H]``,
+    ``NEED_*`` where FP16 scores do not do (None unless ``halves``); dq: as fp32, flat, to be zeroed; queries per sequence (if not jagged);
+    softmax scale.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True)  # noqa: E731
@@ -525,7 +653,7 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         *fake_results(heads, symbol(), d, spec.out_fp32, has_dlse),
         fake("uint8", (symbol(), heads, d)),
         fake("uint8", (symbol(), heads), align=1),
-        *[fake("uint8", (symbol(), kv_heads), align=1) if spec.dq_half else None for _ in range(2)],
+        *[fake("uint8", (symbol(), kv_heads), align=1) if spec.dq_half or spec.halves else None for _ in range(2)],
         fake_offsets(offsets_dtype),
         fake_offsets(offsets_dtype),
         images("uint8", 2 * QUERY_TILE * d),
@@ -534,6 +662,7 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         fake("float32", (symbol(), heads, d), compact=True),
         fake("float32", (symbol(), heads, d), compact=True) if spec.suffix else None,
         fake("float32", (symbol(), heads), align=4, compact=True) if spec.dq_half else None,
+        fake("int32", (symbol(), heads), align=4, compact=True) if spec.halves else None,
         fake("float32", (symbol(),), align=16),
         Int32(1),
         Float32(1.0),

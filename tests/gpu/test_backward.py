@@ -5,16 +5,20 @@ error of the reference, which rounds at nearly the same points, plus one roundin
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
 from lp_fa4 import reference
 from lp_fa4.mx import MXTensor
-from tests.gpu.problems import DEVICE, Case, poison, relative, row_sequences
+from tests.gpu import problems
+from tests.gpu.problems import DEVICE, poison, relative, row_sequences
 
 pytestmark = pytest.mark.gpu
 
+Case = functools.partial(problems.Case, bounded=True)
+"""Queries as the quantizers code them: sums in FP16 hold their products. See ``test_unbounded_queries`` for others."""
 HOSTILE = (0, 1, 31, 32, 33, 0, 127, 128, 129, 300, 1000, 0)
 FORMAT_ROUNDING = {"bf16": 2.0**-9, "mxfp8": 2.0**-5}
 JAGGED = (5, 0, 1, 129, 128, 127, 33, 200, 64, 7, 300, 2)
@@ -111,6 +115,36 @@ def test_error(name, grads):
     print(name, grads, check(p, gradient(p)))
 
 
+@pytest.mark.parametrize("name", ["module", "jagged queries", "grouped heads", "causal", "causal, long queries, groups of 128"])
+def test_unbounded_queries(name):
+    """Codes of q whose products FP16 does not hold: the form with FP32 sums."""
+    p = dataclasses.replace(CASES[name], bounded=False).make()
+    print(name, check(p, gradient(p)))
+
+
+@pytest.mark.parametrize("dq_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_sums_that_overflow(shared, dq_dtype):
+    """All queries of the first sequence are one, and dO has one column of one sign: FP16 sums of dV overflow there, the item is done again.
+    The other's sums do not: its bits are those without the first."""
+    lengths, queries = (40, 300), 512
+
+    def same(q, k, v, offsets):
+        q[:queries] = q[0]
+
+    p = configured(Case(lengths, queries=queries, shared=shared).make(20, same), dq_dtype=dq_dtype)
+    dout = 0.01 * gradient(p)
+    dout[:queries, :, 5] = 1.0
+    check(p, dout)
+    got = run(p, reference.forward(p), dout)
+    calm = dout.clone()
+    calm[:queries] = gradient(p)[:queries]
+    alone = run(p, reference.forward(p), calm)
+    for name in ("dk", "dv"):
+        a, b = (values(getattr(g, name))[lengths[0] :] for g in (got, alone))
+        assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("name", ["module", "jagged queries", "head 64", "groups of 32, head 64", "causal", "long queries", "long"])
 def test_fp16_sums_of_dq(name):
     """FP16 sums under a bound: as right as the reference's, which bounds tighter; huge and tiny dO neither overflow nor vanish."""
@@ -142,8 +176,9 @@ def test_gradient_of_lse():
     dlse = torch.randn(p.heads, p.rows, device=DEVICE)
     ours, theirs = run(p, result, dout, dlse=dlse), reference.backward(p, result, dout, dlse=dlse)
     for name in ("dq", "dk"):
-        # codes of dS on the other side of a tie (p is cut to BF16 there): 1.2%, and as much again from MXFP8
-        assert relative(values(getattr(ours, name)), values(getattr(theirs, name)).double()) < (0.02 if name == "dq" else 0.04), name
+        # codes of dO under another factor of their row, so two independent roundings of dO and of dS: sqrt(2) times E4M3's 2.6% at most,
+        # and as much again from MXFP8
+        assert relative(values(getattr(ours, name)), values(getattr(theirs, name)).double()) < (0.037 if name == "dq" else 0.05), name
 
 
 @pytest.mark.parametrize("growth", [0.25, 4.0])
@@ -222,10 +257,12 @@ def test_sums_over_queries_are_not_biased(queries, centred):
         assert abs(bias) < 1e-3 + abs(allowed), name
 
 
-def test_isolation():
-    """One sequence full of NaN, or much larger: every other's dK, dV, dQ are bit-identical, with deterministic dQ."""
+@pytest.mark.parametrize("block", [(32, 32), (128, 128)])
+def test_isolation(block):
+    """One sequence full of NaN, or much larger: every other's dK, dV, dQ are bit-identical, with deterministic dQ (it alone
+    is done with FP32 sums then)."""
     lengths = (31, 33, 1, 32, 127, 129, 200)
-    case = Case(lengths, queries=70, block=(32, 32), shared=False)
+    case = Case(lengths, queries=70, block=block, shared=False)
     clean_p = case.make(11)
     dout = gradient(clean_p)
     clean = run(clean_p, reference.forward(clean_p), dout, deterministic=True)

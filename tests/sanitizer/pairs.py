@@ -47,7 +47,7 @@ def _record(write: str, read: str) -> Pair:
 
 def _statistics(read: str) -> Pair:
     reason = "a stage's statistics: " + MET.format("a_empty")
-    return Pair(BACKWARD, "backward_load.py copy_warp", f"backward_compute.py {read}", BULK, reason)
+    return Pair(BACKWARD, "backward_load.py copy_warp", f"backward_{read}", BULK, reason)
 
 
 PAIRS: tuple[Pair, ...] = (
@@ -71,7 +71,8 @@ PAIRS: tuple[Pair, ...] = (
         "a plain tile's rows past its sequence's end: " + MET.format("v_full") + " (by way of the copy that fills the tile again); "
         "before they are read, all that clear them meet at a named barrier",
     ),
-    *(_statistics(f) for f in ("probabilities", "score_gradients", "step", "segment_factors")),
+    *(_statistics(f"{file}.py {f}") for file in ("compute", "halves") for f in ("probabilities", "score_gradients", "step")),
+    *(_statistics(f) for f in ("compute.py segment_factors", "halves.py first_exponent")),
     _record("copy_warp", "backward_load.py __init__"),
     _record("copy_warp", "backward_dq.py largest_scale"),
     _record("copy_warp", "backward_compute.py key_factors"),
@@ -82,13 +83,16 @@ PAIRS: tuple[Pair, ...] = (
         REUSE,
         "scales of a buffer of dS: " + MET.format("ds_empty"),
     ),
-    Pair(
-        BACKWARD,
-        "backward_compute.py first_exponent",
-        "backward_compute.py first_exponent",
-        RELAY,
-        "maxima of a stage: a lane writes, its warpgroup meets at a named barrier and reads; overwritten after every warp released the "
-        "stage and the copy warp filled it again",
+    *(
+        Pair(
+            BACKWARD,
+            f"{file} first_exponent",
+            f"{file} first_exponent",
+            RELAY,
+            "maxima of a stage: a lane writes, its warpgroup meets at a named barrier and reads; overwritten after every warp released the "
+            "stage and the copy warp filled it again",
+        )
+        for file in ("backward_compute.py", "backward_halves.py")
     ),
     Pair(
         BACKWARD,

@@ -5,7 +5,8 @@
 Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
 ``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths),
 ``whole`` (true: dV with its mean part, BF16 dQ), ``align`` (of dO's rows), ``fall`` (q times two to this from row 128 on), ``chunk`` (query
-tiles that are summed inside the tensor core, instead of 32: long loops on few queries). Prints
+tiles that are summed inside the tensor core, instead of 32: long loops on few queries), ``sink`` (true: all queries are one and dO is one
+column of ones, nearly, so that FP16 sums of dV overflow). Prints
 one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
 reference. Lanes that did not meet (``tests.sanitizer.lanes``) end it with an error. A process of its own: the emulated architecture is
 fixed at import.
@@ -48,12 +49,22 @@ def main(text: str, schedules: list[str]) -> None:
     dq_dtype = getattr(torch, fields.pop("dq_dtype", "float32"))
     problems.DEVICE = torch.device("cpu")
     whole, fall, align = fields.pop("whole", False), fields.pop("fall", 0), fields.pop("align", False)
+    sink = fields.pop("sink", False)
+
+    def edit(q, k, v, offsets):
+        q[128:].mul_(2.0**fall)
+        if sink:
+            q[:] = q[:1].clone()
+
     case = problems.Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-    p = case.make(edit=lambda q, k, v, offsets: q[128:].mul_(2.0**fall))
+    p = case.make(edit=edit)
     p = dataclasses.replace(p, config=p.config.with_(grad_format=grads, dq_dtype=dq_dtype, align_do=align))
     result = reference.forward(p)
     size = of_all * growth ** (torch.arange(p.rows) // 40).float()
     dout = (torch.randn(p.rows, p.heads, p.head_dim, generator=torch.Generator().manual_seed(5)) * size[:, None, None]).bfloat16()
+    if sink:
+        dout = 0.01 * dout
+        dout[..., 5] = 1.0
     theirs = reference.backward(p, result, dout)
     if whole:
         mean = theirs.dv_mean[problems.row_sequences(p.offsets_k, p.tokens)]

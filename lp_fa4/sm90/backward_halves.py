@@ -1,0 +1,282 @@
+"""A query tile of the backward's computing warpgroups with sums in FP16: packed arithmetic, two queries a register.
+
+As ``backward_compute``, whose roles, hand-over and scale of dS these are, where exponents do not differ inside a tile::
+
+    S  = K Q^T                  p = exp2(S * s + a[q])                              packed FP16, as is all that follows
+    dV += E4M3(p - c[q]) dO
+    dP = V dO^T                 dS * x = p * (dP * f + b[q] * g)                    f = x 2^e_v, g = x 2^(largest e_v)
+    dK += E4M3(dS * x) Q
+
+FP16 sums take half of the registers and of what ``wgmma`` reads and writes of them. So K and V stay in registers for an item, as A operands
+(shared memory has no time for them), dP is issued with S, before the exponentials, and dV is awaited behind the codes of dS.
+
+Range. No row of the codes of q and dO has an L1 norm above 146, so ``|S|, |dP| <= 448 * 146 < 65504``; else the pre-pass says so and the
+form with FP32 sums takes the sequence. ``b`` is a mean of dP's over keys, in units of the largest exponent of v, and ``g <= 1/2``, so the
+bracket stays finite. What leaves FP16 after that is p times it: an infinity, whose code is full and seen like any other; then dS is made
+again from p and dP, which are kept until the vote. A sum of dV or dK that overflows stays an infinity or NaN: the item is left to the form
+with FP32 sums, all but its dQ (:func:`widened`).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T
+
+from lp_fa4.common.halves import e4m3_of, exp2_2, fma2, half_of, mul2, pair
+from lp_fa4.common.numbers import bits_of, float_of, inline_ptx, pinned
+from lp_fa4.sm90.backward_compute import (
+    BARRIER_GROUP,
+    FIRST,
+    SMALL_SHARE,
+    diagonal_mask,
+    follow_scales,
+    forget_scales,
+    full_codes,
+    hand_over,
+    note_scale,
+    scale_sums,
+    store_codes,
+)
+from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, REDO, STAT_AC2, STAT_B2, STAT_Q0, STAT_S0, STAT_VT, TROUBLE
+from lp_fa4.sm90.backward_load import shared_ints
+from lp_fa4.sm90.backward_ops import effect, power_for, redux_max, release, shared_floats
+from lp_fa4.sm90.wgmma import product
+
+CODE_TARGET = 5
+"""dS is brought to [32, 64) at the first tile: a sum of dK over 2,048 queries overflows from 32 a query on."""
+TOP_SCALE = 0.5
+"""Largest factor on b: its sum with dP stays under 448 * 146."""
+PROBE = 2.0**-10
+"""Factor under which the first tile's dS is looked at: ``256 * 2^17`` of it is finite."""
+FAR = 2.0**-14
+"""Further factor where dS left FP16: it did so under a factor of at least 2^-9, which stays a FP16 number with this."""
+
+
+def packed(text: str, *operands):
+    """One instruction on packed FP16."""
+    return Int32(inline_ptx(T.i32(), list(operands), text, "=r" + ",r" * len(operands)))
+
+
+def sub2(a, b):
+    """``a - b``."""
+    return packed("sub.rn.f16x2 $0, $1, $2;", a, b)
+
+
+def largest2(a, b):
+    """The larger magnitude of each half; NaN wins."""
+    return packed("{.reg .b32 x, y; abs.f16x2 x, $1; abs.f16x2 y, $2; max.NaN.f16x2 $0, x, y;}", a, b)
+
+
+def wider(x):
+    """The larger half of packed FP16 of at least 0, in FP32; NaN wins."""
+    text = "{.reg .b16 l, h; mov.b32 {l, h}, $1; max.NaN.f16 l, l, h; cvt.f32.f16 $0, l;}"
+    return Float32(inline_ptx(T.f32(), [x], text, "=f,r"))
+
+
+@cute.jit
+def widened(spec, w, sums, grads, tag):
+    """A segment's FP16 sums as FP32 (FP32 ones as they are). An infinity or NaN stayed one: then the item is left to the form with FP32
+    sums. ``tag``: its number."""
+    if const_expr(not spec.halves):
+        return sums
+    words, out, keep = cute.recast_tensor(sums, Int32), cute.make_rmem_tensor(cute.size(sums), Float32), rows_left(w)
+    tops = [largest2(words[i] & keep[i], words[i + 2] & keep[i]) for i in range(2)]
+    for i in cutlass.range_constexpr(4, cute.size(words)):
+        tops[i % 2] = largest2(tops[i % 2], words[i] & keep[i % 2])
+    if not wider(largest2(tops[0], tops[1])) < Float32.inf:
+        for place in (TROUBLE, REDO + tag):
+            effect([grads.state + 4 * Int64(place), Int32(1)], "st.relaxed.gpu.global.b32 [$0], $1;", "l,r")
+    for i in cutlass.range_constexpr(cute.size(words)):
+        out[2 * i], out[2 * i + 1] = half_of(words[i], 0), half_of(words[i], 1)
+    return out
+
+
+@cute.jit
+def load_keys(spec, w, kv):
+    """This warp's 16 keys of K and V from their stage of shared memory to the A operands: once an item instead of once a query tile."""
+    lane = pinned(w.lane)
+    row = 16 * w.warp + (lane & 15)
+    swizzle = row & 7 if const_expr(spec.head_dim == 128) else (row >> 1) & 3
+    line = w.kv_address + kv * (KEY_TILE * spec.head_dim) + row * spec.head_dim
+    for operand, base in ((w.k, 0), (w.v, 2 * KEY_TILE * spec.head_dim)):
+        words = cute.recast_tensor(operand, Int32)
+        for k in cutlass.range_constexpr(spec.head_dim // 32):
+            four = load_matrices(line + base + (((2 * k + (lane >> 4)) ^ swizzle) << 4))
+            for i in cutlass.range_constexpr(4):
+                words[4 * k + i] = four[i]
+
+
+def load_matrices(address):
+    """Four 8 x 8 matrices of 16-bit units: lane ``l`` gives the address of row ``l % 8`` of matrix ``l // 8``."""
+    kind = llvm.StructType.get_literal([T.i32()] * 4)
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    result = inline_ptx(kind, [address], text, "=r,=r,=r,=r,r,~{memory}", side_effects=True)
+    return [Int32(llvm.extractvalue(T.i32(), result, [i])) for i in range(4)]
+
+
+@cute.jit
+def probabilities(spec, w, S, p, P, stat, fk, diagonal):
+    """From S (scores) p, and P, their codes. Word ``r + 2 j`` holds queries ``8 j + 2 (lane % 4)`` and the next of row r."""
+    scale = pair(shared_floats(stat + 4 * STAT_S0, 1, 4)[0] * fk)
+    columns = stat + 4 * STAT_AC2 + 16 * (w.lane & 3)
+    seen = Int32(0) if const_expr(not spec.causal) else (Int32(-1) if diagonal + 15 <= 0 else Int32(0))  # all of this warp's keys are
+    for q in cutlass.range_constexpr(4):
+        a = shared_ints(columns + 64 * q, 4)  # of 16 queries: a twice, c twice
+        for r in cutlass.range_constexpr(2):
+            t = []
+            for i in cutlass.range_constexpr(2):
+                at = r + 4 * q + 2 * i
+                p[at] = exp2_2(fma2(S[at], scale, a[i]))
+                if const_expr(spec.centred or spec.suffix):
+                    t.append(sub2(p[at], a[2 + i] & seen if const_expr(spec.causal) else a[2 + i]))
+                else:
+                    t.append(p[at])
+            P[r + 2 * q] = e4m3_of(*t)
+    if const_expr(spec.causal):
+        diagonal_mask(w, P, p, diagonal)
+
+
+def rows_left(w):
+    """Masks of a thread's two rows: 0 past the sequence's end. What is there is a neighbour's, NaN perhaps: replaced, not multiplied."""
+    left = shared_ints(w.factors + 24, 1)[0] - (pinned(w.lane) >> 2)
+    return [(Int32(8 * r) - left) >> 31 for r in range(2)]
+
+
+@cute.jit
+def clear_rows(w, codes):
+    """Codes of rows past the sequence's end become 0."""
+    if shared_ints(w.factors + 24, 1)[0] < 16:
+        keep = rows_left(w)
+        for i in cutlass.range_constexpr(8):
+            codes[i] = codes[i] & keep[i % 2]
+
+
+@cute.jit
+def score_gradients(w, p, dP, stat, f, g):
+    """dS under the FP32 factors f and g (see above), packed; p and dP stay."""
+    columns = stat + 4 * STAT_B2 + 16 * (w.lane & 3)
+    dS = [None] * 16
+    f, g = pair(f), pair(g)
+    for half in cutlass.range_constexpr(2):
+        b = shared_ints(columns + 64 * half, 4)
+        for i in cutlass.range_constexpr(4):
+            shift = mul2(b[i], g)
+            for r in cutlass.range_constexpr(2):
+                at = r + 2 * (4 * half + i)
+                dS[at] = mul2(p[at], fma2(dP[at], f, shift))
+    return dS
+
+
+def to_codes(dS, codes):
+    """Packed dS to eight words of the A operand."""
+    for word in range(8):
+        at = word % 2 + 4 * (word // 2)
+        codes[word] = e4m3_of(dS[at], dS[at + 2])
+
+
+def largest(w, dS):
+    """Largest magnitude of this thread's values, FP32, over two chains."""
+    keep = rows_left(w)
+    dS = [dS[i] & keep[i % 2] for i in range(16)]
+    tops = [largest2(dS[i], dS[i + 2]) for i in range(2)]
+    for i in range(4, 16):
+        tops[i % 2] = largest2(tops[i % 2], dS[i])
+    return wider(largest2(tops[0], tops[1]))
+
+
+@cute.jit
+def first_exponent(spec, w, dS, stat, stage, phase):
+    """Scale of dS for a fresh sum, from its absolute maximum over the warpgroup's keys and the tile's queries under ``PROBE``."""
+    bits = redux_max(largest(w, dS))
+    if w.lane == 0:
+        effect([w.peak + 32 * stage + 4 * w.warp, bits], "st.shared.b32 [$0], $1;", "r,r")
+        if const_expr(spec.follows):
+            forget_scales(w, stage, phase)
+    cute.arch.barrier(barrier_id=BARRIER_GROUP + w.group, number_of_threads=128)
+    peaks = shared_floats(w.peak + 32 * stage + 16 * w.group, 4, 16)
+    top = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
+    factor = cute.arch.fmin(power_for(bits_of(top), CODE_TARGET) * PROBE, Float32(TOP_SCALE))
+    if top == 0.0:  # nothing seen yet
+        factor = Float32(TOP_SCALE)
+    return factor * inverse_unit(shared_floats(stat + 4 * STAT_VT, 1, 4)[0])
+
+
+def inverse_unit(power):
+    """Reciprocal of a power of two, at most 2^100."""
+    return float_of(cutlass.max(cutlass.min(Int32(0x7F000000) - bits_of(power), Int32(227 << 23)), Int32(1 << 23)))
+
+
+@cute.jit
+def lower(w, p, dP, dK, codes, stat, x, fv, unit):
+    """Bring this warp's scale of dS, its codes and its sums of dK down to the range of codes. ``x``: the scale; ``fv``, ``unit``: 2^e_v
+    of these keys and the largest. Returns the new scale. Rare."""
+    bits = redux_max(largest(w, score_gradients(w, p, dP, stat, x * fv, x * unit)))
+    down = Float32(1.0)
+    if bits == 0x7F800000:
+        down = Float32(FAR)
+        bits = redux_max(largest(w, score_gradients(w, p, dP, stat, x * fv * FAR, x * unit * FAR)))
+    down = down * power_for(bits, CODE_TARGET)
+    to_codes(score_gradients(w, p, dP, stat, x * fv * down, x * unit * down), codes)
+    clear_rows(w, codes)
+    scale_sums(dK, down)
+    return x * down
+
+
+@cute.jit
+def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last):
+    """As ``backward_compute.step``, with dP issued before the exponentials and dV awaited at the end."""
+    fk, fv, *_ = keys
+    bars = w.bars
+    stage, phase, out, out_phase = now
+    last_stage, _, last_out, last_phase = last
+    stat = w.stat + stage * (4 * spec.stat_span[1])
+    S, dP = cute.make_rmem_tensor(w.score_shape, Float16), cute.make_rmem_tensor(w.score_shape, Float16)
+    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
+    ring = w.low + stage * w.tile
+    product(w.mma_s, S, w.k, w.q, True, ring, spec.head_dim)
+    product(w.mma_s, dP, w.v, w.do, True, ring + w.places["do"], spec.head_dim)
+    if const_expr(kind == FIRST):
+        warpgroup.wait_group(1)
+    else:
+        cute.arch.mbarrier_wait(bars.t_full + last_out, last_phase)
+        product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + last_out * w.tile, QUERY_TILE)
+        hand_over(spec, w, last_stage, last_out)
+        warpgroup.wait_group(2)
+    p = cute.make_rmem_tensor(16, Int32)
+    S, dP = cute.recast_tensor(S, Int32), cute.recast_tensor(dP, Int32)
+    probabilities(spec, w, S, p, w.P, stat, fk, diagonal)
+    product(w.mma_g, dV, w.P_operand, w.dot, kind == FIRST, ring + w.places["dot"], QUERY_TILE)
+    warpgroup.wait_group(1)
+    if const_expr(kind != FIRST):
+        release(spec, bars.t_empty + last_out, w.peer)
+        if const_expr(spec.follows):
+            x = follow_scales(spec, w, stage, phase, x, dK)
+    share = common = Float32(1.0)
+    if const_expr(spec.tiles):  # of this tile's q in dK: in the codes of dS, and taken out again with their scale in dQ
+        share = shared_floats(stat + 4 * STAT_Q0, 1, 4)[0]
+        common = share if share >= SMALL_SHARE else Float32(1.0)
+    unit = fv if const_expr(spec.v_static) else shared_floats(stat + 4 * STAT_VT, 1, 4)[0]
+    if const_expr(kind == FIRST):
+        probe = inverse_unit(unit) * PROBE
+        x = first_exponent(spec, w, score_gradients(w, p, dP, stat, probe * fv * common, probe * unit * common), stat, stage, phase)
+    scale = x * common if const_expr(spec.tiles) else x
+    dS = score_gradients(w, p, dP, stat, scale * fv, scale * unit)
+    to_codes(dS, w.dS)
+    clear_rows(w, w.dS)
+    full = Int32(0) if const_expr(kind == FIRST) else full_codes(w.dS)
+    cute.arch.mbarrier_wait(bars.ds_empty + out, out_phase ^ 1)
+    store_codes(w, w.dS, out, scale)
+    if const_expr(kind != FIRST):  # noqa: SIM102 - known to the compiler, the other is not
+        if cute.arch.vote_any_sync(full != 0):
+            x = lower(w, p, dP, dK, w.dS, stat, x, fv * common, unit * common)
+            store_codes(w, w.dS, out, x * common)
+    if const_expr(spec.tiles):  # noqa: SIM102 - known to the compiler, the other is not
+        if share < SMALL_SHARE:
+            to_codes([mul2(word, pair(share)) for word in score_gradients(w, p, dP, stat, x * fv, x * unit)], w.dS)
+            clear_rows(w, w.dS)
+    if const_expr(spec.follows):
+        note_scale(w, stage, phase, x)
+    warpgroup.wait_group(0)
+    return x
