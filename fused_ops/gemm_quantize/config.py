@@ -18,8 +18,11 @@ DIRECT_FIXED_BYTES = 2 * 1024
 FIXED_BYTES = 24 * 1024
 """Shared memory beside operands: codes on their way out (16 KiB), factors, barriers, the alignment of the tiles."""
 MIN_STAGES, MAX_STAGES = 4, 14
-MIN_DIRECT_STAGES = 8
-"""As many as its wider column tiles leave at least: of 512 columns in tiles of 192 four stages took 1.6 times as long."""
+MIN_DIRECT_BYTES = 64 * 1024
+"""Of x in flight that its wider column tiles leave at least: of 512 columns in tiles of 192, which leave half, a call took 1.6 times as
+long."""
+DIRECT_SLABS = 2
+"""See ``GemmSpec.slabs``."""
 ITEM_SLOTS = 4
 """Tiles whose places the loading warp may have written ahead."""
 FORMS = {"e4m3": 1, "e4m3x2": 2, "bf16": 1}
@@ -84,18 +87,28 @@ class GemmSpec:
 
     @property
     def stage_columns(self) -> int:
-        """K of one stage: a row of the 128-byte swizzle."""
+        """K of one run of a stage: a row of the 128-byte swizzle."""
         return 128 // self.element
+
+    @property
+    def steps(self) -> int:
+        """Runs of ``stage_columns`` in a row of x, each under one swizzle."""
+        return -(-self.contracted // self.stage_columns)
+
+    @property
+    def slabs(self) -> int:
+        """Such runs in a stage: of BF16 two, for a stage costs a wait and its return."""
+        return next(n for n in (DIRECT_SLABS, 1) if self.steps % n == 0) if self.direct else 1
+
+    @property
+    def rounds(self) -> int:
+        """Stages of a row of x."""
+        return self.steps // self.slabs
 
     @property
     def stage_bytes(self) -> int:
         """64 rows of x."""
-        return 64 * 128
-
-    @property
-    def steps(self) -> int:
-        """Stages of a row of x."""
-        return -(-self.contracted // self.stage_columns)
+        return 64 * 128 * self.slabs
 
     @property
     def chunk(self) -> int:
@@ -125,8 +138,8 @@ class GemmSpec:
     def column_tile(self) -> int:
         """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
         row = self.parts * self.steps * 128
-        limit, stages = (MAX_DIRECT_COLUMNS, MIN_DIRECT_STAGES) if self.direct else (MAX_COLUMNS, MIN_STAGES)
-        most = min(limit, (SHARED_BYTES - self.fixed_bytes - stages * self.stage_bytes) // row) // self.unit * self.unit
+        limit, rows = (MAX_DIRECT_COLUMNS, MIN_DIRECT_BYTES) if self.direct else (MAX_COLUMNS, MIN_STAGES * self.stage_bytes)
+        most = min(limit, (SHARED_BYTES - self.fixed_bytes - rows) // row) // self.unit * self.unit
         if most <= 0:
             return 0
         tiles, units = -(-self.columns // most), -(-self.columns // self.unit)
@@ -221,8 +234,8 @@ def unsupported(spec: GemmSpec) -> str:
         return f"block is {spec.width} columns wide; the kernel serves multiples of 32, up to {MAX_COLUMNS} unless exponents are given"
     if spec.column_tile == 0:
         return f"x has {spec.contracted} columns; weights of one block of {spec.unit} columns do not fit the shared memory"
-    if not spec.turns and spec.steps >= spec.stages:  # a turn also keeps a warpgroup from a stage that is two fillings ahead
-        return f"turns is off and a row of x has {spec.steps} stages; only fewer than the ring's {spec.stages} are told apart"
+    if not spec.turns and spec.rounds >= spec.stages:  # a turn also keeps a warpgroup from a stage that is two fillings ahead
+        return f"turns is off and a row of x has {spec.rounds} stages; only fewer than the ring's {spec.stages} are told apart"
     return ""
 
 

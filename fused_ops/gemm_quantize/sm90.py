@@ -60,7 +60,7 @@ class GemmQuantize:
         stream,
     ):
         spec = self.spec
-        l_x = shared_layout(self.kind, (HALF, spec.stage_columns, spec.stages), spec.stage_columns)
+        l_x = shared_layout(self.kind, (HALF, spec.stage_columns, spec.stages * spec.slabs), spec.stage_columns)
         l_w = shared_layout(self.kind, (spec.column_tile, spec.stage_columns, spec.steps * spec.parts), spec.stage_columns)
         load = cpasync.CopyBulkTensorTileG2SOp()
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(spec.cluster > 1) else load

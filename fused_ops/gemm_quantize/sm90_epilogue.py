@@ -9,21 +9,15 @@ brought in an order that makes a thread's eight columns of 32 consecutive (``sm9
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr
-from cutlass.cutlass_dsl import T
 
 from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite, store
-from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max, warp_max
+from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, pick, warp_max
 from lp_fa4.common.sequence import GROUP
 
 HALF = 64
 """Rows of a warpgroup's half tile."""
 MEET = 3
 """First of three named barriers: one for each warpgroup's maxima, one for both's."""
-
-
-def pick_bytes(a, b, selector):
-    """Four bytes of the pair (a, b) by a selector that is known at run time."""
-    return Int32(inline_ptx(T.i32(), [a, b, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
 
 
 @cute.jit
@@ -145,7 +139,7 @@ def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, par
         row = lane // 4 + 8 * r
         at_word = 32 * row + 4 * ((j // 2) ^ (row % 8)) + word_in_chunk
         cell = cute.make_tensor(staged + at_word, cute.make_layout(1))
-        cell[0] = Uint32(pick_bytes(words[i], others[i], selector))
+        cell[0] = Uint32(pick(words[i], others[i], selector))
     cute.arch.sync_warp()
     per_row = spec.column_tile // 16
     codes, first_column = t.codes, t.column * spec.column_tile

@@ -13,9 +13,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from fused_ops.gemm_quantize.config import ITEM_SLOTS
 from fused_ops.gemm_quantize.sm90_epilogue import HALF, finish, finish_direct
 from fused_ops.places import first_sequence, place
+from fused_ops.rings import release, turn
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import inverse_of_byte, scale_of_byte, warp_max
 from lp_fa4.common.sequence import GROUP
+from lp_fa4.sm90.wgmma import start
 
 FIELDS = 5
 """int32 of an item in shared memory: first token, sequence's end, end of what is written, first row of scales, rows of scales."""
@@ -59,25 +61,22 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
                 for i, value in enumerate((token, end, limit, row, region)):
                     item[i, slot] = value
                 cute.arch.mbarrier_arrive(bars.item_full + slot)
-            slot = slot + 1
-            if slot == ITEM_SLOTS:
-                slot, slot_phase = Int32(0), slot_phase ^ 1
+            slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
             x_atom, x_tensor = t.x
             x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, spec.stage_columns), (None, None))
             x_target, x_source = cpasync.tma_partition(x_atom, t.rank, sharing, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
             for half in cutlass.range(2, unroll=1):
-                for k in cutlass.range(spec.steps, unroll=1):
+                for k in cutlass.range(spec.rounds, unroll=1):
                     cute.arch.mbarrier_wait(bars.empty + stage, phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
-                    if const_expr(spec.cluster > 1):  # half of it, to both
-                        mask = cutlass.Int16(3)
-                        cute.copy(x_atom, x_source[None, half, k], x_target[None, stage], tma_bar_ptr=bars.full + stage, mcast_mask=mask)
-                    else:
-                        cute.copy(x_atom, x_source[None, half, k], x_target[None, stage], tma_bar_ptr=bars.full + stage)
-                    stage = stage + 1
-                    if stage == spec.stages:
-                        stage, phase = Int32(0), phase ^ 1
+                    for i in cutlass.range_constexpr(spec.slabs):
+                        source, target = x_source[None, half, spec.slabs * k + i], x_target[None, spec.slabs * stage + i]
+                        if const_expr(spec.cluster > 1):  # half of it, to both
+                            cute.copy(x_atom, source, target, tma_bar_ptr=bars.full + stage, mcast_mask=cutlass.Int16(3))
+                        else:
+                            cute.copy(x_atom, source, target, tma_bar_ptr=bars.full + stage)
+                    stage, phase = turn(stage, phase, spec.stages)
     cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
     with cute.arch.elect_one():
         item[0, slot] = Int32(-1)
@@ -135,14 +134,6 @@ def fold_inverse(spec: cutlass.Constexpr, t, s) -> Int32:
 
 
 @cute.jit
-def release(barrier):
-    """One arrival per warp, after all its lanes have read."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
-
-
-@cute.jit
 def free_stage(spec: cutlass.Constexpr, bars, stage, peer):
     """This warp's products have read a stage of x: whoever writes to it, here and in the other CTA of a pair, may fill it again."""
     cute.arch.sync_warp()
@@ -150,16 +141,6 @@ def free_stage(spec: cutlass.Constexpr, bars, stage, peer):
         cute.arch.mbarrier_arrive(bars.empty + stage)
         if const_expr(spec.cluster > 1):
             cute.arch.mbarrier_arrive(bars.empty + stage, peer)
-
-
-@cute.jit
-def issue(mma, accumulator, a, b, begin: cutlass.Constexpr, end: cutlass.Constexpr, resume: cutlass.Constexpr):
-    """Start ``accumulator (+)= a @ b`` over instructions ``begin`` … ``end - 1`` of a stage. The caller fences before and commits after."""
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, resume)
-    for i in cutlass.range_constexpr(begin, end):
-        cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
 
 
 @cute.jit
@@ -196,15 +177,13 @@ def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, par
         if const_expr(within == 0 and part == 0):
             if const_expr(k > 0):
                 previous = stage
-                stage = stage + 1
-                if stage == spec.stages:
-                    stage, phase = Int32(0), phase ^ 1
+                stage, phase = turn(stage, phase, spec.stages)
             cute.arch.mbarrier_wait(bars.full + stage, phase)
         last = min(within * instructions + instructions, -(-(spec.contracted - (k - within) * spec.chunk) // 32))
         warpgroup.fence()
         for p in cutlass.range_constexpr(together):
             w = c.w[None, None, None, (k // per_stage) * spec.parts + part + together - 1 - p]
-            issue(c.mma, partials[u % 2], c.x[None, None, None, stage], w, within * instructions, last, p > 0)
+            start(c.mma, partials[u % 2], c.x[None, None, None, stage], w, tuple(range(within * instructions, last)), p == 0)
         warpgroup.commit_group()
         if const_expr(u > 0):
             warpgroup.wait_group(1)
@@ -217,22 +196,26 @@ def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, par
 @cute.jit
 def multiply_plain(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: Int32, phase: Int32):
     """Products of a half tile in one accumulator. Returns the place of the last stage; the last group is still to be waited for."""
-    previous = stage
-    for k in cutlass.range_constexpr(spec.steps):
-        if const_expr(k > 0):
-            previous = stage
-            stage = stage + 1
-            if stage == spec.stages:
-                stage, phase = Int32(0), phase ^ 1
-        cute.arch.mbarrier_wait(bars.full + stage, phase)
-        last = min(4, -(-(spec.contracted - k * spec.stage_columns) // 16))
-        warpgroup.fence()
-        issue(c.mma, total, c.x[None, None, None, stage], c.w[None, None, None, k], 0, last, k > 0)
-        warpgroup.commit_group()
-        if const_expr(k > 0):
-            warpgroup.wait_group(1)
-            free_stage(spec, bars, previous, c.peer)
+    # A loop: unrolled, all descriptors of a row are computed before it, more than there are uniform registers.
+    plain_stage(spec, bars, c, total, stage, phase, Int32(0), True)
+    for k in cutlass.range(1, spec.rounds, unroll=1):
+        previous = stage
+        stage, phase = turn(stage, phase, spec.stages)
+        plain_stage(spec, bars, c, total, stage, phase, k, False)
+        warpgroup.wait_group(1)
+        free_stage(spec, bars, previous, c.peer)
     return stage, phase
+
+
+@cute.jit
+def plain_stage(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: Int32, phase: Int32, k: Int32, first: cutlass.Constexpr):
+    """Start the products of a stage. What x does not fill of a row's last one is 0 in both operands."""
+    cute.arch.mbarrier_wait(bars.full + stage, phase)
+    warpgroup.fence()
+    for i in cutlass.range_constexpr(spec.slabs):
+        x, w = c.x[None, None, None, spec.slabs * stage + i], c.w[None, None, None, spec.slabs * k + i]
+        start(c.mma, total, x, w, (0, 1, 2, 3), first and i == 0)
+    warpgroup.commit_group()
 
 
 @cute.jit
@@ -265,7 +248,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
         if wg == 0:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
     slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
-    stage, phase = wg * (spec.steps % spec.stages), wg * (spec.steps // spec.stages % 2)
+    stage, phase = wg * (spec.rounds % spec.stages), wg * (spec.rounds // spec.stages % 2)
     cute.arch.mbarrier_wait(bars.w_full, 0)
     cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
     token = item[0, slot]
@@ -296,9 +279,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
         else:
             finish(spec, t, s, at, total, wg, parity, careful)
         parity = parity ^ 1
-        stage, phase = advance(spec, stage, phase, spec.steps + 1)
-        slot = slot + 1
-        if slot == ITEM_SLOTS:
-            slot, slot_phase = Int32(0), slot_phase ^ 1
+        stage, phase = advance(spec, stage, phase, spec.rounds + 1)
+        slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
         cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
         token = item[0, slot]

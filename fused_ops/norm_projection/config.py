@@ -9,10 +9,11 @@ HALF = 64
 """Rows of a stage: what a multiplying warpgroup holds in registers as its left operand."""
 DEPTH = 64
 """K of a piece of the weight, and columns of a row under one 128-byte swizzle."""
-THREADS = 512
-"""A warpgroup that normalizes, one that loads, two that multiply."""
+NORM_WARPS = 4
+"""Warps that normalize. A warpgroup that loads follows, and two that multiply."""
+THREADS = 32 * NORM_WARPS + 384
 REGISTERS = (104, 24, 192)
-"""Of a thread of each kind: 64 rows x 384 columns in BF16 are 96 registers of a multiplying thread, sums of 128 columns 64."""
+"""Of a thread of each kind: 64 rows x 384 columns are 96 registers of a multiplying thread, sums of 128 columns 64, or 32 in FP16."""
 COLUMN_TILES = (128, 64)
 """Columns of a product, largest first: as many as registers hold sums of beside the left operand."""
 RUN_COLUMNS = 64
@@ -20,8 +21,8 @@ RUN_COLUMNS = 64
 MAX_COLUMNS = 384
 """Of x: the left operand's registers."""
 SHARED_BYTES = 227 * 1024
-X_STAGES = 3
-"""Halves in flight; one less where rows that are not BF16 leave their lower bits in the place of one (``ProjectionSpec.direct``)."""
+X_STAGES = 2
+"""Halves in flight."""
 CLUSTER = 1
 """CTAs that share what they read of the weight. Alone a CTA draws its tiles, which is worth more than half of its reads from L2."""
 MAX_PIECES = 8
@@ -36,7 +37,8 @@ class ProjectionSpec:
 
     ``contracted``, ``columns``: K and N. ``weight_dtype``: of the norm's weight. ``norm_width``, ``width``: columns under one given
     exponent of the normed rows and of the product. ``dense``: one sequence, no offsets. ``cluster``: CTAs that share what they read of w.
-    ``dtype``: of x.
+    ``dtype``: of x. ``halves``: rows, weight and sums are FP16, in units of the given exponents (``weight.FoldedWeight``), not BF16 and
+    FP32.
     """
 
     contracted: int
@@ -48,17 +50,18 @@ class ProjectionSpec:
     centred: bool = True
     cluster: int = CLUSTER
     dtype: str = "bfloat16"
+    halves: bool = False
 
     @property
     def direct(self) -> bool:
-        """The norm's warps read x themselves. Rows of BF16 come by TMA, to the place where the BF16 rows are made of them; others are kept
+        """The norm's warps read x themselves. Rows of BF16 come by TMA, to the place where 16-bit rows are made of them; others are kept
         from their factors to their codes as FP32, upper halves in that place, lower halves in one that all of them share."""
         return self.dtype != "bfloat16"
 
     @property
     def stages(self) -> int:
         """Halves in flight."""
-        return X_STAGES - 1 if self.direct else X_STAGES
+        return X_STAGES
 
     @cached_property
     def norm(self) -> NormSpec:
@@ -103,8 +106,15 @@ class ProjectionSpec:
     @property
     def pieces(self) -> int:
         """Pieces of the weight in flight: what shared memory has left."""
-        vectors = 4 * self.contracted * (1 + (ITEMS + 4 if self.centred else 0))
-        return min(MAX_PIECES, (SHARED_BYTES - 3072 - vectors - X_STAGES * self.stage_bytes) // self.piece_bytes)
+        vectors = 4 * self.contracted * (1 + (ITEMS + NORM_WARPS if self.centred else 0))
+        halves = self.stages + 1 if self.direct else self.stages  # lower bits of rows that are not BF16 take the place of one
+        most = min(MAX_PIECES, (SHARED_BYTES - 3072 - vectors - halves * self.stage_bytes) // self.piece_bytes)
+        return most // self.steps * self.steps if most >= self.steps else most
+
+    @property
+    def whole(self) -> bool:
+        """Pieces in flight are whole products', so that places within a product are constants."""
+        return self.pieces % self.steps == 0
 
 
 def unsupported(spec: ProjectionSpec) -> str:

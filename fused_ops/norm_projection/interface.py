@@ -103,8 +103,9 @@ def rmsnorm_project(
     backend: str = "auto",
 ) -> NormProjection:
     """MXFP8 of the centred norm of ``x`` and of its BF16 rows times ``w``: what these two make, but, where one kernel serves, ``x`` is read
-    once and no normed row is written in BF16. Whatever ``x`` is, the norm is FP32 of ``x`` as given, and its rows are rounded to BF16 once:
-    equal values of another dtype give equal results.
+    once and no normed row is written in BF16. Whatever ``x`` is, the norm is FP32 of ``x`` as given, and its rows are rounded once: equal
+    values of another dtype give equal results. Where one kernel serves and ``exponent`` is None, rows and weight are rounded to FP16 under
+    the exponents instead of BF16, and summed in FP16 (``norm_projection.weight``): the product is nearer to the exact one.
 
         norm = rmsnorm_center_quantize(x, weight, eps, offsets, (0, width), exponent=exponent, keep=True, copy_heads=copy_heads)
         product = gemm_quantize(norm.normed, w, (0, product_width), offsets=offsets, exponent=product_exponent)

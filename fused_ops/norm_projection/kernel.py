@@ -4,26 +4,41 @@
     k  = E4M3(BF16(xf) @ w^T)                           as ``gemm_quantize`` of BF16 rows with given exponents has it
 
 A persistent CTA walks 128-token tiles in halves of 64 rows. One warp brings rows by TMA, in the order that wgmma wants (rows that are not
-BF16 only into L2); four warps turn each half into normed BF16 rows in place, and write their codes; one of two warpgroups takes it into
-registers, the left operand of its products.
+BF16 only into L2); four warps turn each half into normed 16-bit rows in place, and write their codes; one of two warpgroups takes
+it into registers, the left operand of its products.
 The weight (288 KiB at 384 x 384) does not fit: it runs past both warpgroups from L2 in pieces, over and over, each read once for all CTAs
 of a cluster (of one, or two). The second warpgroup's halves start in the middle of a round, so that halves are wanted at equal distances.
 
-What the definitions leave open is what they leave open in the kernels of the two: the order of FP32 sums.
+What the definitions leave open is what they leave open in the kernels of the two: the order of FP32 sums. Under exponents of the norm's
+own the product is not of BF16 numbers but of FP16 ones, in units of the exponents and summed in FP16 (``weight``): its error is that of
+an instruction's rounding to nearest, once for 16 of K.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers as hopper
 from torch import Tensor
 
-from fused_ops.norm_projection.config import CLUSTER, DEPTH, HALF, ITEMS, REGISTERS, RUN_COLUMNS, THREADS, ProjectionSpec, unsupported
+from fused_ops.norm_projection.config import (
+    CLUSTER,
+    DEPTH,
+    HALF,
+    ITEMS,
+    NORM_WARPS,
+    REGISTERS,
+    RUN_COLUMNS,
+    THREADS,
+    ProjectionSpec,
+    unsupported,
+)
 from fused_ops.norm_projection.roles import FIELDS, NormRole, bring_rows, bring_weight, multiply
+from fused_ops.norm_projection.weight import folded_weight
 from fused_ops.rmsnorm_quantize.arithmetic import half_place
 from fused_ops.rmsnorm_quantize.vectors import bound_bytes, sampled_mean
 from lp_fa4.common.backward_host import aligned_rows
@@ -60,13 +75,15 @@ class NormProjection:
         sums: cute.Tensor,
         keys: cute.Tensor,
         ticket: cute.Tensor,
+        flags: cute.Tensor,
         eps: Float32,
         ctas: Int32,
         stream,
     ):
         spec = self.spec
-        l_x = shared_layout(BFloat16, (HALF, DEPTH, spec.steps * spec.stages), DEPTH)
-        l_w = shared_layout(BFloat16, (spec.column_tile, DEPTH, spec.pieces), DEPTH)
+        kind, sums_kind = (Float16, Float16) if const_expr(spec.halves) else (BFloat16, Float32)
+        l_x = shared_layout(kind, (HALF, DEPTH, spec.steps * spec.stages), DEPTH)
+        l_w = shared_layout(kind, (spec.column_tile, DEPTH, spec.pieces), DEPTH)
         load = cpasync.CopyBulkTensorTileG2SOp()
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(spec.cluster > 1) else load
         x_atom, t_x = None, x
@@ -79,14 +96,17 @@ class NormProjection:
         w = cute.make_tensor(w.iterator, order)
         w_atom, t_w = cpasync.make_tiled_tma_atom(shared, w, first_stage(l_w), (spec.column_tile, DEPTH), num_multicast=spec.cluster)
         k, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
-        mma = hopper.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, (1, 1, 1), (64, spec.column_tile), source)
+        mma = hopper.make_trivial_tiled_mma(kind, kind, k, k, sums_kind, (1, 1, 1), (64, spec.column_tile), source)
         tokens = Int32(x.shape[0])
         tiles = cute.ceil_div(tokens, TILE)
         if const_expr(not spec.dense):
             tiles = tokens // TILE + Int32(offsets.shape[0]) - 1
         self.kernel(
-            mma, x_atom, t_x, w_atom, t_w, gain, offsets, means, given, bound, codes, rstd, sums, keys, ticket, eps, tokens, tiles, l_x, l_w
-        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
+            mma, x_atom, t_x, w_atom, t_w, gain, offsets, means, given, bound, codes, rstd, sums, keys, ticket, flags, eps, tokens, tiles,
+            l_x, l_w,
+        ).launch(
+            grid=[ctas, 1, 1], block=[THREADS, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -106,6 +126,7 @@ class NormProjection:
         sums: cute.Tensor,
         keys: cute.Tensor,
         ticket: cute.Tensor,
+        flags: cute.Tensor,
         eps: Float32,
         tokens: Int32,
         tiles: Int32,
@@ -114,6 +135,7 @@ class NormProjection:
     ):
         spec = self.spec
         columns, pieces, stages = spec.contracted, spec.pieces, spec.stages
+        kind = Float16 if const_expr(spec.halves) else BFloat16
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -129,9 +151,9 @@ class NormProjection:
             gain: cute.struct.Align[cute.struct.MemRange[Float32, columns], 128]
             mean: cute.struct.Align[cute.struct.MemRange[Float32, ITEMS * columns if spec.centred else 4], 128]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.norm.warps * columns if spec.centred else 4], 128]
-            x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_x)], 1024]
+            x: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(l_x)], 1024]
             low: cute.struct.Align[cute.struct.MemRange[BFloat16, HALF * columns if spec.direct else 8], 128]
-            w: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(l_w)], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(l_w)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         base = storage.barriers.data_ptr()
@@ -177,6 +199,22 @@ class NormProjection:
         # What came before on the stream is over from here on; what comes next may be put in place (and waits in the same way).
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
+        if const_expr(flags is None):
+            self.work(io, s, bars, mma, gain, given, bound)
+        else:
+            flagged = Int32(0)
+            for i in cutlass.range(tid % 32, spec.columns, 32, unroll=4):
+                flagged = flagged | flags[i]
+            if cute.arch.vote_any_sync(flagged != 0) != spec.halves:  # the other kernel's call
+                self.work(io, s, bars, mma, gain, given, bound)
+
+    @cute.jit
+    def work(self, io, s, bars, mma, gain: cute.Tensor, given: cute.Tensor, bound: cute.Tensor):
+        """All of a CTA's work, behind what it has to wait for."""
+        spec = self.spec
+        columns = spec.contracted
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         table, inverse, pairs = s.gain, s.inverse, s.pairs
         for i in cutlass.range(tid, columns, THREADS, unroll=1):
             value = gain[0, i].to(Float32)
@@ -192,14 +230,14 @@ class NormProjection:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        if warp < 4:
+        if warp < NORM_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             self.norm.run(io, s, bars)
-        elif warp < 8:
+        elif warp < NORM_WARPS + 4:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
-            if warp == 4:
+            if warp == NORM_WARPS:
                 bring_rows(spec, io, s, bars)
-            if warp == 5:
+            if warp == NORM_WARPS + 1:
                 bring_weight(spec, io, s, bars)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[2])
@@ -210,14 +248,14 @@ class NormProjection:
 
 
 @kernel_cache
-def _compile_norm_projection(arch: str, offsets_dtype: str | None, spec: ProjectionSpec):
+def _compile_norm_projection(arch: str, offsets_dtype: str | None, spec: ProjectionSpec, flagged: bool = False):
     tokens, k, n = symbol(), spec.contracted, spec.columns
     return build(
         arch,
         NormProjection(spec),
         fake(spec.dtype, (tokens, k)),
         fake(spec.weight_dtype, (1, k)),
-        fake("bfloat16", (n, k)),
+        fake("float16" if spec.halves else "bfloat16", (n, k)),
         None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
         fake("float32", (symbol(), k), compact=True) if spec.centred else None,
         fake("uint8", (1, k // spec.norm_width), align=1, compact=True),
@@ -227,6 +265,7 @@ def _compile_norm_projection(arch: str, offsets_dtype: str | None, spec: Project
         fake("float32", (symbol(), k), compact=True) if spec.centred else None,
         fake("uint8", (tokens, n), compact=True),
         fake("int32", (1,), align=4),
+        fake("int32", (n,), align=4) if flagged else None,
         Float32(0.0),
         Int32(1),
     )
@@ -259,8 +298,10 @@ def norm_projection(
     center: bool = True,
     cluster: int = CLUSTER,
     copy_heads: int = 0,
+    halves: bool = True,
 ) -> KernelOutput:
-    """The reference's operation on a Hopper GPU: ``x [T, K]`` of float32, bfloat16 or float16, ``gain [K]``, BF16 ``w [N, K]``.
+    """The reference's operation on a Hopper GPU: ``x [T, K]`` of float32, bfloat16 or float16, ``gain [K]``, BF16 ``w [N, K]``. ``halves``:
+    the product may be of FP16 numbers, which it is where ``exponent`` is None and FP16 holds its sums.
 
     Raises: ``ValueError`` for what :func:`unsupported` names.
     """
@@ -303,25 +344,32 @@ def norm_projection(
         parts = empty((tiles, columns), dtype=torch.float32)
     pairs = -(-min(multiprocessors(x.device), tiles) // spec.cluster)
     ctas = max(min(pairs, multiprocessors(x.device) // spec.cluster), 1) * spec.cluster
-    compiled = _compile_norm_projection(arch_of(x.device), None if offsets is None else dtype_name(offsets), spec)
-    launch(
-        compiled,
-        x.device,
-        rows,
-        vector,
-        aligned_rows(w),
-        offsets,
-        ordered,
-        given,
-        bound,
-        made.codes,
-        made.rstd,
-        parts,
-        made.product,
-        ticket,
-        eps,
-        ctas,
-    )
+    arch, kind, weight = arch_of(x.device), None if offsets is None else dtype_name(offsets), aligned_rows(w)
+    forms: list[tuple[ProjectionSpec, Tensor]] = [(spec, weight)]
+    flags = None
+    if halves and exponent is None:  # rows' exponents are the norm's bound
+        folded, flags = folded_weight(weight, given, bound, spec)
+        forms = [(replace(spec, halves=True), folded), (spec, weight)]
+    for form, factor in forms:
+        launch(
+            _compile_norm_projection(arch, kind, form, flags is not None),
+            x.device,
+            rows,
+            vector,
+            factor,
+            offsets,
+            ordered,
+            given,
+            bound,
+            made.codes,
+            made.rstd,
+            parts,
+            made.product,
+            ticket,
+            flags,
+            eps,
+            ctas,
+        )
     if copy_heads:
         starts = torch.arange(0, 2 * tokens, tokens, device=x.device) if bounds is None else bounds
         turned = made.codes.unflatten(1, (copy_heads, columns // copy_heads))

@@ -3,18 +3,20 @@ multiply and quantize."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import T
 
-from fused_ops.gemm_quantize.sm90_roles import issue, release
-from fused_ops.norm_projection.config import DEPTH, HALF, ITEMS, RUN_COLUMNS, ProjectionSpec
+from fused_ops.norm_projection.config import DEPTH, HALF, ITEMS, NORM_WARPS, RUN_COLUMNS, THREADS, ProjectionSpec
 from fused_ops.places import bulk_copy, first_sequence, place
-from fused_ops.rmsnorm_quantize.arithmetic import load8_float, mul, nan_unless_finite, prefetch, rsqrt, store, sub
+from fused_ops.rings import release, turn
+from fused_ops.rmsnorm_quantize.arithmetic import bf16x2_mul, load8_float, mul, nan_unless_finite, prefetch, rsqrt, store, sub
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import bits_of, e4m3x4, float_of, inline_ptx, prmt
+from lp_fa4.common.halves import e4m3_of
+from lp_fa4.common.numbers import bf16x2, bits_of, e4m3x4, f16x2, float_of, inline_ptx, prmt
+from lp_fa4.sm90.wgmma import issue
 
 FIELDS = 6
 """int32 of an item: first token, end, limit, row, region, tile; the tile is ``MISSING`` for one that does not exist, ``OVER`` after the
@@ -26,15 +28,6 @@ DIRECT_ROWS = 2
 """Rows of a lane that are asked for together for their sums of squares, where they come from L2."""
 PIECE = HALF * 128
 """Bytes of 64 rows under one swizzle."""
-
-
-@cute.jit
-def turn(place_: Int32, phase: Int32, count: cutlass.Constexpr):
-    """The next place of a ring of ``count``."""
-    place_ = place_ + 1
-    if place_ == count:
-        place_, phase = Int32(0), phase ^ 1
-    return place_, phase
 
 
 @cute.jit
@@ -141,18 +134,8 @@ def send_rounds(spec: cutlass.Constexpr, bars, io, w_atom, source, target, round
     return at, phase, n
 
 
-def halves(text, a, b):
-    """One instruction on two BF16 in each word."""
-    return Int32(inline_ptx(T.i32(), [a, b], text, "=r,r,r"))
-
-
-def bf16_pair(low, high):
-    """Two FP32 rounded to BF16, one word."""
-    return Int32(inline_ptx(T.i32(), [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f"))
-
-
 class NormRole(StagedNorm):
-    """Four warps that turn halves of x into codes, in memory, and into BF16 rows, in place, in the order of wgmma's operand. Rows that are
+    """Warps that turn halves of x into codes, in memory, and into 16-bit rows, in place, in the order of wgmma's operand. Rows that are
     not BF16 are not brought to that place; a thread leaves them there itself, as FP32 in halves (``ProjectionSpec.direct``).
 
     A half is read twice. First for its rows' factors: a warp's sums of squares are all on their way before the first is needed, and the
@@ -162,8 +145,8 @@ class NormRole(StagedNorm):
     """
 
     def __init__(self, spec: ProjectionSpec):
-        self.spec, self.steps, self.direct, self.ring = spec.norm, spec.steps, spec.direct, spec.stages
-        self.compute_threads, self.warps = 128, 4
+        self.spec, self.steps, self.direct, self.ring, self.halves = spec.norm, spec.steps, spec.direct, spec.stages, spec.halves
+        self.compute_threads, self.warps = 32 * NORM_WARPS, NORM_WARPS
         self.row_step = self.compute_threads // self.spec.lanes
         self.passes = HALF // self.row_step
         self.together = min(TOGETHER, self.passes)
@@ -190,12 +173,12 @@ class NormRole(StagedNorm):
                     self.normalise_half(io, s, at, lane, row0, totals, True)
                 else:
                     self.normalise_half(io, s, at, lane, row0, totals, False)
-                self.release(bars.normed + stage)
+                release(bars.normed + stage)
                 stage, phase = turn(stage, phase, self.ring)
             if const_expr(spec.centred):  # noqa: SIM102 - one is decided at compile time
                 if tile >= 0:
                     self.column_sums(io, s, slot, lane, totals)
-            self.release(bars.item_empty + slot)
+            release(bars.item_empty + slot)
             slot, slot_phase = turn(slot, slot_phase, ITEMS)
             cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
             tile = item[5, slot]
@@ -289,7 +272,7 @@ class NormRole(StagedNorm):
 
     @cute.jit
     def normalise_half(self, io, s, at, lane, row0, totals: cute.Tensor, whole: cutlass.Constexpr):
-        """Codes, BF16 rows and column sums of a half. ``whole``: all of its rows are inside."""
+        """Codes, 16-bit rows and column sums of a half. ``whole``: all of its rows are inside."""
         spec, together = self.spec, self.together
         for k in cutlass.range_constexpr(spec.slabs):
             chunk = lane + k * spec.lanes
@@ -335,7 +318,10 @@ class NormRole(StagedNorm):
                 rounded = cute.make_rmem_tensor(4, Int32)
                 for i in cutlass.range_constexpr(4):
                     # The inverse of the codes' exponent is in the weight and the mean; a power of two, but it is taken out in BF16 exactly.
-                    rounded[i] = halves("mul.rn.bf16x2 $0, $1, $2;", bf16_pair(values[2 * i], values[2 * i + 1]), scale)
+                    if const_expr(self.halves):  # the weight has the exponent
+                        rounded[i] = f16x2(values[2 * i], values[2 * i + 1])
+                    else:
+                        rounded[i] = bf16x2_mul(bf16x2(values[2 * i], values[2 * i + 1]), scale)
                 target = cute.make_ptr(Int32, self.cell(s, at.stage, row, chunk), cute.AddressSpace.smem, assumed_align=16)
                 cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(4)))
 
@@ -373,9 +359,7 @@ def piece(
 ):
     """Start the products of a piece of the weight."""
     cute.arch.mbarrier_wait(bars.w_full + at, phase)
-    warpgroup.fence()
-    issue(mma, total, operand, b[None, None, None, at], 0, DEPTH // 16, k > 0)
-    warpgroup.commit_group()
+    issue(mma, total, operand, b[None, None, None, at], zero=k == 0)
 
 
 @cute.jit
@@ -392,16 +376,24 @@ def store_codes(spec: cutlass.Constexpr, io, s, at, n: Int32, total: cute.Tensor
     """A thread's two rows of :func:`quantize`. ``whole``: all rows of the half are inside."""
     tid, _, _ = cute.arch.thread_idx()
     inverse, run = s.inverse, RUN_COLUMNS // 4
+    pairs = cute.recast_tensor(total, Int32) if const_expr(spec.halves) else total
     first = tid % 128 // 32 * 16 + tid % 32 // 4
     for b in cutlass.range_constexpr(spec.column_tile // RUN_COLUMNS):
         column = n * spec.column_tile + RUN_COLUMNS * b + run * (tid % 4)
-        factor = inverse[column // 32]
+        factor = Float32(1.0)
+        if const_expr(not spec.halves):
+            factor = inverse[column // 32]
         for r in cutlass.range_constexpr(2):
             token = at.token + first + 8 * r
             words = cute.make_rmem_tensor(run // 4, Uint32)
             for w in cutlass.range_constexpr(run // 4):
-                values = [total[c + 2 * r + 4 * (8 * b + 2 * w + i)] * factor for i in range(2) for c in range(2)]
-                word = e4m3x4(*[nan_unless_finite(v) for v in values])
+                places = [2 * r + 4 * (8 * b + 2 * w + i) for i in range(2)]
+                word = Int32(0)
+                if const_expr(spec.halves):  # sums are in units of the codes
+                    word = e4m3_of(*[pairs[i // 2] for i in places])
+                else:
+                    values = [total[c + i] * factor for i in places for c in range(2)]
+                    word = e4m3x4(*[nan_unless_finite(v) for v in values])
                 words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
             if const_expr(whole):
                 store(words, io.keys, token, column, run)
@@ -415,12 +407,12 @@ def multiply(spec: cutlass.Constexpr, io, s, bars, mma):
     """A multiplying warpgroup: every second half, times the weight that runs past. While one quantizes its sums the other multiplies."""
     tid, _, _ = cute.arch.thread_idx()
     item = s.item
-    wg = cute.arch.make_warp_uniform((tid - 256) // 128)
+    wg = cute.arch.make_warp_uniform((tid - (THREADS - 256)) // 128)
     warp, lane = cute.arch.make_warp_uniform(tid % 128 // 32), cute.arch.lane_idx()
     peer = io.rank ^ 1
     b = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(s.w))
     operands = [mma.make_fragment_A(mma.partition_shape_A((HALF, DEPTH))) for _ in range(spec.steps)]
-    total = cute.make_rmem_tensor(mma.partition_shape_C((HALF, spec.column_tile)), Float32)
+    total = cute.make_rmem_tensor(mma.partition_shape_C((HALF, spec.column_tile)), Float16 if const_expr(spec.halves) else Float32)
     row = 16 * warp + lane % 16
     rows = s.rows.toint() + row * 128
     stage, phase, slot, slot_phase, at, at_phase, n = wg, Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
@@ -445,16 +437,27 @@ def multiply(spec: cutlass.Constexpr, io, s, bars, mma):
         if stage >= spec.stages:
             stage, phase = stage - spec.stages, phase ^ 1
         for _ in cutlass.range(spec.column_tiles, unroll=1):
+            if const_expr(spec.pieces == spec.steps):
+                at = Int32(0)
             first = at  # the oldest piece that is still read
             for k in cutlass.range_constexpr(spec.steps):
                 piece(spec, s, bars, mma, b, total, operands[k], at, at_phase, k)
-                at, at_phase = turn(at, at_phase, spec.pieces)
+                if const_expr(spec.whole):
+                    at = at + 1
+                else:
+                    at, at_phase = turn(at, at_phase, spec.pieces)
                 if const_expr(k > 0):
                     warpgroup.wait_group(1)
                     free_piece(spec, bars, first, peer)
-                    first, _ = turn(first, Int32(0), spec.pieces)
+                    if const_expr(spec.whole):
+                        first = first + 1
+                    else:
+                        first, _ = turn(first, Int32(0), spec.pieces)
             warpgroup.wait_group(0)
             free_piece(spec, bars, first, peer)
+            if const_expr(spec.whole):  # noqa: SIM102 - one is decided at compile time
+                if at == spec.pieces:
+                    at, at_phase = Int32(0), at_phase ^ 1
             quantize(spec, io, s, Bundle(token=next_token, end=next_end, limit=next_limit), n, total)
             n = n + 1
             if n == spec.column_tiles:

@@ -18,6 +18,11 @@ def sub(a, b):
     return Float32(inline_ptx(T.f32(), [a, b], "sub.rn.f32 $0, $1, $2;", "=f,f,f"))
 
 
+def bf16x2_mul(a, b):
+    """Products of two pairs of BF16."""
+    return Int32(inline_ptx(T.i32(), [a, b], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
+
+
 def rsqrt(x):
     """``1 / sqrt(x)``, both steps rounded to nearest as on the CPU."""
     return Float32(inline_ptx(T.f32(), [x], "{.reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s;}", "=f,f"))

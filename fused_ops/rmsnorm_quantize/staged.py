@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from fused_ops.places import bulk_copy, first_sequence, place
+from fused_ops.rings import release
 from fused_ops.rmsnorm_quantize.arithmetic import half_place, mul, row_rstd, store, sub
 from fused_ops.rmsnorm_quantize.config import ROWS, NormSpec
 from lp_fa4.common.bundle import Bundle
@@ -242,11 +243,11 @@ class StagedNorm:
             for part in cutlass.range(parts, unroll=1):
                 cute.arch.mbarrier_wait(bars.word_full + word, word_phase)
                 self.store_copy(io, s.words + word * spec.slot_words, row, region, part)
-                self.release(bars.word_empty + word)
+                release(bars.word_empty + word)
                 word = word + 1
                 if word == self.layout.slots:
                     word, word_phase = Int32(0), word_phase ^ 1
-            self.release(bars.item_empty + slot)
+            release(bars.item_empty + slot)
             slot = slot + 1
             if slot == self.items:
                 slot, slot_phase = Int32(0), slot_phase ^ 1
@@ -277,7 +278,7 @@ class StagedNorm:
                 self.group_of(io, s, bars, at, group, stage, turn, lane, row0, totals)
                 if const_expr(spec.copy):  # noqa: SIM102
                     if (group % together == together - 1) | (group == count - 1):
-                        self.release(bars.word_full + word)
+                        release(bars.word_full + word)
                         word = word + 1
                         if word == self.layout.slots:
                             word, word_phase = Int32(0), word_phase ^ 1
@@ -312,7 +313,7 @@ class StagedNorm:
         elif const_expr(spec.keep and spec.columns > 384):  # no registers for two
             for first in cutlass.range(passes, unroll=1):
                 self.rows_of(io, s, at, group, stage, turn, lane, row0, first, 1, None, totals)
-            self.release(empty)
+            release(empty)
         else:
             for first in cutlass.range_constexpr(0, passes, 2):
                 together = min(2, passes - first)
@@ -355,14 +356,7 @@ class StagedNorm:
                 if chunk < spec.chunks:
                     self.normalise(s, at, k, 8 * chunk, factor, values)
             self.emit_blocks(io, s, at, group, turn, lane, row0, first, inside, values)
-        self.release(empty)
-
-    @cute.jit
-    def release(self, barrier):
-        """One arrival per warp, after all its lanes have read."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+        release(empty)
 
     @cute.jit
     def rows_of(self, io, s, at, group, stage, turn, lane, row0, first, together: cutlass.Constexpr, empty, totals: cute.Tensor):
@@ -371,7 +365,7 @@ class StagedNorm:
         values = cute.make_rmem_tensor((8, slabs, together), Float32)
         inside = self.fetch(io, s, at, group, stage, lane, row0, first, values)
         if const_expr(empty is not None):
-            self.release(empty)
+            release(empty)
         factor = self.factors_of(io, at, group, lane, row0, first, inside, values)
         for k in cutlass.range_constexpr(slabs):
             chunk = lane + k * spec.lanes

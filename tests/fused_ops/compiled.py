@@ -95,9 +95,13 @@ def main(arch: str, names: list[str]) -> None:
                 variants[f"product: {key}"] = lambda spec=spec: _compile_gemm_quantize(arch, "int32", spec)
             from fused_ops.norm_projection.config import ProjectionSpec
             from fused_ops.norm_projection.kernel import _compile_norm_projection
+            from fused_ops.norm_projection.weight import _compile_folded_weight
 
             whole = ProjectionSpec(384, 384, "float32", 128, 128, dense=False)
             variants["product: with the norm"] = lambda: _compile_norm_projection(arch, "int32", whole)
+            halves = replace(whole, halves=True)
+            variants["product: with the norm, in FP16"] = lambda: _compile_norm_projection(arch, "int32", halves, True)
+            variants["folded weight"] = lambda: _compile_folded_weight(arch, whole)
             variants["product: with the norm of FP32"] = lambda: _compile_norm_projection(arch, "int32", replace(whole, dtype="float32"))
         else:
             from fused_ops.gemm_quantize.config import BlackwellSpec

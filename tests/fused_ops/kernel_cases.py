@@ -21,7 +21,7 @@ from lp_fa4.mx import MXTensor, cast_e4m3, expand_scale, inverse_scale, quantize
 from tests.conftest import offsets_of
 from tests.emulator.kernels import Case, close
 from tests.emulator.ours import host
-from tests.fused_ops.sum_error import sum_error
+from tests.fused_ops.sum_error import half_sum_error, sum_error
 
 EPS = 1e-6
 RSTD_TOLERANCE = 4e-7
@@ -91,10 +91,10 @@ SUM_ERROR = 2.0**-20
 that is no more than that."""
 
 
-def check_product(x, w, block, offsets, exponent, codes: Tensor, scales: Tensor, *, exact: bool = False) -> float:
+def check_product(x, w, block, offsets, exponent, codes: Tensor, scales: Tensor, *, exact: bool = False, bound=None) -> float:
     """Codes and scales of ``x @ w^T`` against FP64: every byte is that of a sum within the kernel's error, every code that of such a sum
-    under the kernel's own byte. ``exact``: the sums have no error, so all bytes are the definition's. Returns the share of codes that are
-    not the definition's.
+    under the kernel's own byte. ``exact``: the sums have no error, so all bytes are the definition's. ``bound``: of the error of elements
+    ``[S, 2]`` of the product, where it is not that of ``gemm_quantize``. Returns the share of codes that are not the definition's.
 
     The error of FP8 sums (``tests.fused_ops.sum_error``) differs from element to element, so it is computed for those elements alone whose
     bytes are not those of the exact sums."""
@@ -111,11 +111,11 @@ def check_product(x, w, block, offsets, exponent, codes: Tensor, scales: Tensor,
 
     def error_of(other: Tensor) -> Tensor:
         """Largest error of the elements ``other``, 0 elsewhere."""
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and bound is None:
             return torch.where(other, left.abs() @ right.abs().t() * SUM_ERROR, 0.0)
         out = torch.zeros_like(sums)
         at = other.nonzero()
-        out[at[:, 0], at[:, 1]] = sum_error(x, w, offsets, at)
+        out[at[:, 0], at[:, 1]] = sum_error(x, w, offsets, at) if bound is None else bound(at)
         return out
 
     if block[0]:
@@ -278,17 +278,38 @@ def norm(
     return Case(name, arch, None, call, lambda got: check_norm(x, weight, offsets, width, exponent, center, keep, got))
 
 
-def check_norm_projection(x, gain, w, offsets, norm_width, exponent, width, product_exponent, center, got) -> float:
-    """The norm's results as :func:`check_norm` has them, the product as that of BF16 of the rows that the kernel's own ``rstd`` and mean
-    make. Returns the share of the product's codes that are not the definition's."""
+def folded(w, norm_width, exponent, width, product_exponent) -> tuple[Tensor, Tensor, Tensor]:
+    """``fused_ops.norm_projection.weight`` in plain form: factors of rows and product, and the weight in units of both, FP32."""
+    of_rows = torch.exp2(exponent.float()).repeat_interleave(norm_width)
+    of_product = torch.exp2(product_exponent.float()).repeat_interleave(width)[:, None]
+    return of_rows, of_product, w.float() * (of_rows / of_product)
+
+
+def in_halves(w, norm_width, exponent, width, product_exponent) -> bool:
+    """Whether FP16 can hold the sums, where the rows' exponents are the norm's bound."""
+    return bool((folded(w, norm_width, exponent, width, product_exponent)[2].square().sum(dim=1) <= 144.0**2).all())
+
+
+def check_norm_projection(x, gain, w, offsets, norm_width, exponent, width, product_exponent, center, got, own: bool = True) -> float:
+    """The norm's results as :func:`check_norm` has them; the product as that of the rows that the kernel's own ``rstd`` and mean make:
+    rounded to BF16; or, where the exponents are the norm's ``own`` and FP16 holds the sums, to FP16 in units of their exponents, with the
+    weight in FP16 in units of both. Returns the share of the product's codes that are not those of the sums in FP32."""
     plain = KernelOutput(got.codes, got.scale, got.rstd, got.mean, got.total, None, (None, None), got.copy)
     check_norm(x, gain, offsets, (0, norm_width), exponent, center, False, plain)
     xf = x.float() * got.rstd[:, None] * gain.float()
     if center:
         bounds = torch.tensor([0, x.shape[0]], device=x.device) if offsets is None else offsets
         xf = xf - reference.per_token(got.mean, bounds, x.shape[0])
-    rows = xf.to(torch.bfloat16)
-    return check_product(rows, w, (0, width), offsets, product_exponent, got.product, got.product_scale)
+    if not own or not in_halves(w, norm_width, exponent, width, product_exponent):
+        return check_product(xf.to(torch.bfloat16), w, (0, width), offsets, product_exponent, got.product, got.product_scale)
+    of_rows, of_product, whole = folded(w, norm_width, exponent, width, product_exponent)
+    rows, weight = (xf / of_rows).half(), whole.half()
+
+    def bound(at: Tensor) -> Tensor:
+        return half_sum_error(rows, weight, at) * of_product[at[:, 1], 0].double()
+
+    made = rows.float() * of_rows, weight.float() * of_product / of_rows
+    return check_product(*made, (0, width), offsets, product_exponent, got.product, got.product_scale, bound=bound)
 
 
 def norm_projection(
@@ -309,10 +330,12 @@ def norm_projection(
     strided: bool = False,
     bound: bool = True,
     cluster: int = 2,
+    small: int = 0,
     seed: int = 0,
 ) -> Case:
-    """Norm and projection in one kernel: the norm's results as :func:`check_norm` has them, keys as a product of BF16 rows. ``lengths``
-    None: one sequence of ``tokens``. ``bound``: the norm's exponents are the kernel's own, else too small for its first block."""
+    """Norm and projection in one kernel, see :func:`check_norm_projection`. ``lengths`` None: one sequence of ``tokens``. ``bound``: the
+    norm's exponents are the kernel's own, else too small for its first block. ``small``: by how much the exponent of the product's first
+    block is too small: large values saturate, and FP16 cannot hold all sums."""
     poison()
     offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
     used = tokens if lengths is None else sum(lengths)
@@ -330,7 +353,7 @@ def norm_projection(
     if not bound:
         exponent[:1] -= 12
     product_exponent = projection_exponent(gain, w, width, centred=center)
-    product_exponent[:1] -= 9
+    product_exponent[:1] -= small
 
     def call():
         from fused_ops.norm_projection import kernel
@@ -341,7 +364,7 @@ def norm_projection(
             )
 
     def verify(got) -> None:
-        check_norm_projection(x, gain, w, offsets, norm_width, exponent, width, product_exponent, center, got)
+        check_norm_projection(x, gain, w, offsets, norm_width, exponent, width, product_exponent, center, got, bound)
 
     return Case(f"norm_projection {lengths or tokens} {contracted}x{columns}", arch, None, call, verify)
 

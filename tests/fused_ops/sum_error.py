@@ -1,4 +1,4 @@
-"""How far a sum of E4M3 products may be off on Hopper's tensor cores, element by element, in the order of ``gemm_quantize``.
+"""How far sums of E4M3 products and sums in FP16 may be off on Hopper's tensor cores, element by element.
 
 An instruction adds 32 products to a running sum. It aligns all of them to the largest exponent among them and cuts each off 13 places
 below it; what comes out is cut off again, to 14 significant bits (DeepSeek-V3, 2024, section 3.3.2; Xie et al., "MMA-Sim", 2025, which also
@@ -7,7 +7,10 @@ has the exponent of a product: the sum of its factors', a subnormal one's counte
 of that power of two, and the result less than 2^-13 of its own. The bound adds these up; the running sum it takes for the exact one and
 all that may have been lost of it.
 
-Sums of a chunk start from zero, and are then scaled, exactly, and added in FP32.
+In ``gemm_quantize`` sums of a chunk start from zero, and are then scaled, exactly, and added in FP32.
+
+A sum in FP16 of products of FP16 is rounded to nearest once an instruction, of 16 products; what is cut off before is under 2^-20 of the
+largest.
 """
 
 import torch
@@ -73,3 +76,18 @@ def _bound(chunk: int, together: bool, x: MXTensor, parts: list[MXTensor], scale
 def _power(x: Tensor) -> Tensor:
     """Largest power of two that is no more than ``x``; 0 for 0."""
     return torch.where(x == 0, 0.0, torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1))
+
+
+def half_sum_error(x: Tensor, w: Tensor, at: Tensor) -> Tensor:
+    """:func:`sum_error` of ``x @ w^T`` summed in FP16; x and w hold FP16 numbers."""
+    parts = []
+    for some in at.split(ROWS):
+        terms = (x[some[:, 0]].double() * w[some[:, 1]].double()).unflatten(1, (-1, 16))
+        running = terms.sum(dim=2).cumsum(dim=1).abs()
+        lost = torch.zeros_like(running[:, 0])
+        for i in range(terms.shape[1]):
+            cut = 2.0**-20 * torch.maximum(terms[:, i].abs().amax(dim=1), running[:, max(i - 1, 0)] + lost)
+            lost = lost + cut
+            lost = lost + 2.0**-11 * _power(running[:, i] + lost).clamp(min=2.0**-14)
+        parts.append(lost)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=at.device)

@@ -173,5 +173,6 @@ def test_layouts():
                 assert unsupported(spec) == ""
                 assert 0 < columns - (spec.column_tiles - 1) * spec.column_tile <= spec.column_tile <= (192 if spec.direct else 128)
                 assert spec.weight_bytes + spec.stages * spec.stage_bytes + spec.fixed_bytes <= SHARED_BYTES
-                assert spec.stages >= (8 if spec.direct else 4) and spec.column_tiles % spec.cluster == 0
+                assert spec.stages * spec.slabs >= (8 if spec.direct else 4) and spec.column_tiles % spec.cluster == 0
+                assert spec.rounds * spec.slabs == spec.steps
     assert GemmSpec(384, 384, "bf16", 0, 0, True, 0, 0, 128, False).column_tile == 192  # x is read twice, not three times

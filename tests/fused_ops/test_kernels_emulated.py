@@ -49,6 +49,9 @@ PRODUCTS = {
     "exact sums, square": dict(lengths=[0, 1, 33, 0, 200, 0], contracted=96, columns=96, exact=True, capacity=9, bad=[1, 40], axes=[0, 1]),
     "blocks of a tile, BF16": dict(lengths=[0, 130, 31], contracted=96, columns=64, form="bf16", block=[128, 64], capacity=3, int64=True),
     "a pair of CTAs, BF16, static": dict(lengths=[0, 70, 131], contracted=96, columns=224, form="bf16", block=[0, 32], capacity=7),
+    "BF16, static, exponents in the weight": dict(
+        lengths=[40, 70], contracted=256, columns=64, form="bf16", block=[0, 32], bad=[3], capacity=30, given=0
+    ),
     "dense, two tiles of columns": dict(lengths=None, tokens=140, contracted=160, columns=160, form="e4m3", block=[32, 32]),
     "weights that do not stay": dict(lengths=[40], contracted=640, columns=32, x_block=[32, 640], w_block=[32, 640], axes=[1], seed=1),
 }
@@ -62,6 +65,8 @@ NORM_PROJECTIONS = {
     "two products a row, not centred, rows apart, two CTAs": dict(
         lengths=None, tokens=140, contracted=64, columns=64, norm_width=32, width=32, center=False, strided=True, cluster=2
     ),
+    "a product past FP16": dict(lengths=[3, 66], contracted=64, columns=64, norm_width=32, width=32, small=9, cluster=1),
+    "exponents of the rows given": dict(lengths=[66], contracted=64, columns=64, bound=False, small=2, cluster=1),
     "FP32 rows, apart, one not finite": dict(
         lengths=[3, 66], contracted=64, columns=64, norm_width=32, width=32, capacity=40, bad=[40], strided=True, dtype="float32", cluster=1
     ),

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from fused_ops import gemm_quantize, projection_weight, rmsnorm_center_quantize, rmsnorm_project
-from fused_ops.norm_projection.config import MAX_COLUMNS, ProjectionSpec, unsupported
+from fused_ops.norm_projection.config import MAX_COLUMNS, NORM_WARPS, REGISTERS, THREADS, ProjectionSpec, unsupported
 from fused_ops.norm_projection.interface import rmsnorm_project_op
 from tests.fused_ops.common import assert_same_bytes, hostile
 
@@ -112,3 +112,9 @@ def test_what_one_kernel_serves():
         for columns in (64, 128, 192, 384, 4096):
             made = ProjectionSpec(**{**spec, "contracted": contracted, "columns": columns})
             assert made.pieces >= 4 and made.columns == made.column_tile * made.column_tiles
+
+
+def test_registers_are_shared_out():
+    """What the roles ask for together is no more than the launch gave the CTA: a multiprocessor's, by whole eights a thread."""
+    norm, load, multiply = REGISTERS
+    assert 32 * NORM_WARPS * norm + 128 * load + 256 * multiply <= THREADS * (65536 // THREADS // 8 * 8)

@@ -65,11 +65,13 @@ def test_bytes(case):
     for row in (40, 300, 700):
         (x if form == "bf16" else x.codes)[row, row % contracted] = torch.nan if form == "bf16" else 0x7F
     exponent = given(block, columns)
-    got = run(x, w, block, offsets, exponent)
-    apart = check_product(x, w, block, offsets, exponent, got.codes, got.scale_bytes)
-    assert apart <= APART, apart
-    again = run(x, w, block, offsets, exponent)
-    assert torch.equal(got.codes, again.codes) and torch.equal(got.scale_bytes, again.scale_bytes)
+    for lower in (0, 12) if form == "bf16" and exponent is not None else (0,):  # up to 0 they are multiplied into the weight
+        some = exponent if exponent is None else exponent - lower
+        got = run(x, w, block, offsets, some)
+        apart = check_product(x, w, block, offsets, some, got.codes, got.scale_bytes)
+        assert apart <= APART, apart
+        again = run(x, w, block, offsets, some)
+        assert torch.equal(got.codes, again.codes) and torch.equal(got.scale_bytes, again.scale_bytes)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -117,6 +119,19 @@ def test_exponents_far_below_the_sums():
             got = run(x, w, (0, 128), None, e)
             want = gemm_quantize(x, w, (0, 128), exponent=e, backend="reference")
             assert torch.equal(got.codes, want.codes), (exponent, base)
+
+
+@pytest.mark.parametrize("exponent", [-60, -6, 0, 6])
+def test_bf16_near_fp32s_ends(exponent):
+    """Weights that pass BF16's end over their exponents, sums that pass FP32's, sums whose products would, small ones."""
+    offsets, e = offsets_of([150, 50]), torch.tensor([exponent], dtype=torch.int32, device=DEVICE)
+    for of_x, of_w, least in ((-100, 100, -1), (60, 40, -1), (100, 100, 0), (-60, -50, -1)):
+        x, w = (torch.randint(least, 2, (rows, 128), device=DEVICE).float() for rows in (200, 128))
+        x, w = (x * 2.0**of_x).bfloat16(), (w * 2.0**of_w).bfloat16()
+        x[7] = 0
+        got = run(x, w, (0, 128), offsets, e)
+        want = gemm_quantize(x, w, (0, 128), offsets=offsets, exponent=e, backend="reference")
+        assert torch.equal(got.codes, want.codes), (of_x, of_w)
 
 
 def test_offsets_past_two_to_the_31(one_at_a_time):
