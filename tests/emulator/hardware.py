@@ -61,10 +61,12 @@ def _gemm(kind: str, dtype: torch.dtype) -> Callable[[Place, Any], dict[str, Ten
     return call
 
 
-def _problem() -> Any:
+def _problem(bounded: bool = False) -> Any:
+    """``bounded``: of queries whose scores FP16 holds, two tiles of them and a sequence of several tiles of keys."""
     from . import ours
 
-    return ours.make_problem(3, dict(lengths=[0, 1, 33, 129], queries=40, heads=1, kv_heads=1))
+    shape = dict(lengths=[0, 1, 430], queries=70, bounded=True) if bounded else dict(lengths=[0, 1, 33, 129], queries=40)
+    return ours.make_problem(3, dict(heads=1, kv_heads=1, **shape))
 
 
 def _quantize(place: Place, host: Any) -> dict[str, Tensor]:
@@ -89,30 +91,37 @@ def _on(problem: Any, place: Place) -> Any:
     return dataclasses.replace(problem, **{f.name: move(getattr(problem, f.name)) for f in dataclasses.fields(problem)})
 
 
-def _forward(place: Place, host: Any) -> dict[str, Tensor]:
+def _forward(bounded: bool) -> Callable[[Place, Any], dict[str, Tensor]]:
     """The kernel for any number of queries; few, as here, would take another one."""
-    problem = _on(_problem(), place)
-    with host():
-        from lp_fa4.sm90 import forward_host
 
-        with mock.patch.object(forward_host, "few_columns", lambda problem: 0):
-            result = forward_host.forward(problem)
-    return {"out": result.out, "lse": result.lse}
+    def call(place: Place, host: Any) -> dict[str, Tensor]:
+        problem = _on(_problem(bounded), place)
+        with host():
+            from lp_fa4.sm90 import forward_host
+
+            with mock.patch.object(forward_host, "few_columns", lambda problem: 0):
+                result = forward_host.forward(problem)
+        return {"out": result.out, "lse": result.lse}
+
+    return call
 
 
-def _backward(place: Place, host: Any) -> dict[str, Tensor]:
-    from lp_fa4 import reference
-    from lp_fa4.config import DROP_IN_WITH_LSE
-    from lp_fa4.problem import ForwardResult
+def _backward(bounded: bool) -> Callable[[Place, Any], dict[str, Tensor]]:
+    def call(place: Place, host: Any) -> dict[str, Tensor]:
+        from lp_fa4 import reference
+        from lp_fa4.config import DROP_IN_WITH_LSE
+        from lp_fa4.problem import ForwardResult
 
-    problem = dataclasses.replace(_problem(), config=DROP_IN_WITH_LSE)
-    result = reference.forward(problem)
-    dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(8)).bfloat16()
-    with host():
-        from lp_fa4.sm90.backward_host import backward
+        problem = dataclasses.replace(_problem(bounded), config=DROP_IN_WITH_LSE)
+        result = reference.forward(problem)
+        dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(8)).bfloat16()
+        with host():
+            from lp_fa4.sm90.backward_host import backward
 
-        got = backward(_on(problem, place), ForwardResult(*map(place, result)), place(dout))
-    return {"dq": got.dq, "dk": got.dk, "dv": got.dv}
+            got = backward(_on(problem, place), ForwardResult(*map(place, result)), place(dout))
+        return {"dq": got.dq, "dk": got.dk, "dv": got.dv}
+
+    return call
 
 
 def _sums(kind: str) -> Callable[[Place, Any], dict[str, Tensor]]:
@@ -146,12 +155,14 @@ CALLS: dict[str, Callable[[Place, Any], dict[str, Tensor]]] = {
     "tma, wgmma fp8: integers": _gemm("integers", torch.float8_e4m3fn),
     "tma, wgmma fp8: normal": _gemm("normal", torch.float8_e4m3fn),
     "quantize, transpose": _quantize,
-    "wgmma fp8 from registers": _forward,
+    "wgmma fp8 from registers": _forward(False),
+    "the same, FP16 scores": _forward(True),
     "wgmma fp8: sums": _sums("fp8"),
     "wgmma fp16: sums": _sums("fp16"),
     "packed fp16": _packed,
     "packed fp16: exponential": _exponential,
-    "reduce-add": _backward,
+    "reduce-add": _backward(False),
+    "the same, FP16 sums": _backward(True),
 }
 
 

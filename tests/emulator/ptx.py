@@ -174,6 +174,8 @@ class Program:
     shared: dict[str, tuple[int, int]] = field(default_factory=dict)
     local: dict[str, tuple[int, int]] = field(default_factory=dict)
     required_threads: tuple[int, ...] | None = None
+    minnctapersm: int = 1
+    maxnreg: int = 0
 
 
 def split_top(text: str) -> list[str]:
@@ -305,6 +307,10 @@ class _Parser:
         needed = re.search(r"\.reqntid\s+([\d,\s]+)", head.group(2))
         if needed:
             program.required_threads = tuple(int(x) for x in needed.group(1).split(","))
+        for name in ("minnctapersm", "maxnreg"):
+            found = re.search(rf"\.{name}\s+(\d+)", head.group(2))
+            if found:
+                setattr(program, name, int(found.group(1)))
         pos, line, counted = head.end(), 0, 0
         uid = 0
         raw: list[tuple[Instr, list[dict[str, str]]]] = []

@@ -777,6 +777,27 @@ def test_setmaxnreg_range(n):
         run(f"setmaxnreg.inc.sync.aligned.u32 {n};", block=128)
 
 
+@pytest.mark.parametrize(("down", "up", "fits"), [(24, 240, True), (32, 232, True), (64, 216, True), (64, 224, False), (24, 248, False)])
+def test_registers_of_a_cta(down, up, fits):
+    """384 threads are launched with 168 registers each, 8 of 65,536 / 384 rounded down: one warpgroup's, given up, go to the other two."""
+    body = (
+        f"setp.lt.u32 %p0, %r0, 128;\n@%p0 bra DOWN;\nsetmaxnreg.inc.sync.aligned.u32 {up};\nbra END;\n"
+        f"DOWN:\nsetmaxnreg.dec.sync.aligned.u32 {down};\nEND:\n"
+    )
+    for schedule in (*ALL, api.Schedule("eager", width=128)):
+        if fits:
+            run(body, block=384, schedule=schedule)
+        else:
+            with pytest.raises(DeadlockError, match=f"setmaxnreg.inc to {up}"):
+                run(body, block=384, schedule=schedule)
+
+
+def test_registers_only_go_the_way_that_is_said():
+    for direction, n in (("inc", 160), ("dec", 176)):
+        with pytest.raises(EmulatorError, match=f"setmaxnreg.{direction} to {n} of a warp that has 168"):
+            run(f"setmaxnreg.{direction}.sync.aligned.u32 {n};", block=384)
+
+
 def test_a_conversion_reads_the_low_bits_of_a_wider_register():
     x, out = torch.tensor([-(2**40) - 3, 2**33 + 5], dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     body = (

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import EmulatorError
 from ..numerics import i32, i64, u32
 from ..ptx import Imm, Instr, Not, Pair, Reg
-from ..registry import op
+from ..registry import Wait, op
 
 
 def _source(kind: Any, b: np.ndarray, c: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,16 +127,47 @@ def warp_sync(g: Any, I: Instr, m: np.ndarray) -> None:
     """Convergence is all that is left of ``__syncwarp`` when lanes run in lock step."""
 
 
+REGISTERS = 1 << 16
+"""Of a multiprocessor."""
+
+
+class RegistersWait(Wait):
+    """``setmaxnreg.inc`` waits until the CTA's pool holds as many."""
+
+    def __init__(self, cta: Any, target: int, wanted: int) -> None:
+        self.cta, self.target, self.wanted = cta, target, wanted
+
+    def ready(self) -> bool:
+        return self.cta.register_pool >= self.wanted
+
+    def describe(self) -> str:
+        return f"setmaxnreg.inc to {self.target}: {32 * self.wanted} registers, {32 * self.cta.register_pool} are free in the CTA's pool"
+
+
 @op("setmaxnreg", aligned=True, allow="inc dec sync aligned u32")
-def setmaxnreg(g: Any, I: Instr, m: np.ndarray) -> None:
-    """Register counts are not modelled; the legal range is (24 to 256, a multiple of 8)."""
+def setmaxnreg(g: Any, I: Instr, m: np.ndarray) -> Wait | None:
+    """Registers of a warp go to its CTA's pool or come from it. A CTA owns what it was launched with: for each thread as many as fit, in
+    steps of 8, if ``.minnctapersm`` CTAs are to share a multiprocessor, or ``.maxnreg``."""
     n = I.args[0].value
     if not 24 <= n <= 256 or n % 8:
         raise I.unsupported(f"setmaxnreg {n}: PTX allows 24..256 in steps of 8")
+    program, state = g.machine.compiled.program, g.cta.__dict__
+    warps = (g.machine.threads + 31) // 32
+    launched = min(256, (program.maxnreg or REGISTERS // (32 * warps * program.minnctapersm)) // 8 * 8)
+    state.setdefault("register_pool", 0)
+    held = state.setdefault("registers_held", {})
+    mine = [int(g.first_warp + w) for w in range(g.W // 32) if m[32 * w]]
+    more = [n - held.get(w, launched) for w in mine]
+    if any(x < 0 if "inc" in I.parts else x > 0 for x in more):
+        raise EmulatorError(f"setmaxnreg.{'inc' if 'inc' in I.parts else 'dec'} to {n} of a warp that has {n - more[0]}; {g.where(I)}")
+    if sum(more) > g.cta.register_pool:
+        return RegistersWait(g.cta, n, sum(more))
+    g.cta.register_pool -= sum(more)
+    held.update(dict.fromkeys(mine, n))
+    g.machine.events += 1
+    return None
 
 
 @op("trap", allow="")
 def trap(g: Any, I: Instr, m: np.ndarray) -> None:
-    from ..errors import EmulatorError
-
     raise EmulatorError(f"trap executed; {g.where(I)}")
