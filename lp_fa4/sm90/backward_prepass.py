@@ -27,8 +27,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cutlass_dsl import T
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from lp_fa4.common.backward_rows import fake_offsets, fake_results, first_unit, power_of_sums, query_unit, statistics
 from lp_fa4.common.numbers import (
@@ -38,12 +37,11 @@ from lp_fa4.common.numbers import (
     e4m3x4,
     exp2,
     float_of,
-    inline_ptx,
     inverse_of_byte,
     log2,
     scale_of_byte,
 )
-from lp_fa4.common.rows import fma
+from lp_fa4.common.rows import wide
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.mx.quantize import ROW_SUM
 from lp_fa4.sm90.backward_layout import (
@@ -79,19 +77,24 @@ from lp_fa4.sm90.backward_prepass_halves import (
     on_grid,
     rounded_scale,
 )
+from lp_fa4.sm90.backward_prepass_rows import SharedRows, larger_pair, norm_of, widest_pair
 
 THREADS = 256
+WARPS = THREADS // 32
 IMAGES = 2
 """Buffers for tile images: one is filled while the other leaves."""
+SHORT = 1024
+"""Queries of a chunk up to which a third CTA a multiprocessor is worth more than registers (PMA's 512: 287 us for 298). Chunks of 2,048 are
+too few for that (LLM has 256 on 132 multiprocessors): they ask for the next tile ahead instead (293 us to 236)."""
 
 
-class Prepass:
+class Prepass(SharedRows):
     """``spec``: compile-time choices. Launch arguments: :func:`compile_prepass`."""
 
     def __init__(self, spec: PrepassSpec):
+        super().__init__(spec.head_dim, THREADS)
         self.spec = spec
-        self.lanes = spec.head_dim // 8  # threads of a row, eight columns each
-        self.rows = THREADS // self.lanes  # rows at once
+        self.short = spec.rows <= SHORT
 
     @cute.jit
     def __call__(
@@ -120,6 +123,7 @@ class Prepass:
         stream,
     ):
         grid = Int32(sums.shape[0]) * Int32(dout.shape[1])
+        dense = dict(min_blocks_per_mp=3, preferred_smem_carveout=100) if self.short else {}
         self.kernel(
             dout,
             out,
@@ -142,7 +146,7 @@ class Prepass:
             dq,
             queries,
             softmax_scale,
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, **dense)
 
     @cute.kernel
     def kernel(
@@ -190,8 +194,8 @@ class Prepass:
         column_sums = smem.allocate_tensor(
             Float32, cute.make_layout((self.rows, spec.head_dim), stride=(spec.head_dim, 1)), byte_alignment=16
         )
-        peaks = smem.allocate_tensor(Int32, cute.make_layout(20), byte_alignment=16)
-        trouble = cute.make_tensor(peaks.iterator + 16, cute.make_layout(1))
+        peaks = smem.allocate_tensor(Int32, cute.make_layout(2 * WARPS + 4), byte_alignment=16)
+        trouble = cute.make_tensor(peaks.iterator + 2 * WARPS, cute.make_layout(1))
         codes = smem.allocate_tensor(Int32, cute.make_layout(IMAGES * QUERY_TILE * spec.head_dim // 2), byte_alignment=1024)
         buffers = Int32(codes.iterator.toint())
         if const_expr(spec.halves):  # noqa: SIM102 - known to the compiler, the other is not
@@ -218,7 +222,7 @@ class Prepass:
             self.row_factors(results, place, rows, seen, ratio)
             self.encode(results, place, do_tiles, rows, seen, buffers, (sums, chunk_row), suffix, column_sums, peaks)
             top = peaks[0]
-            for i in cutlass.range_constexpr(1, 8):
+            for i in cutlass.range_constexpr(1, WARPS):
                 top = cutlass.max(top, peaks[i])
             reference = Int32(127) if top == 0 else top
             self.row_statistics(results, place, stats, rows, seen, reference, ratio, top_v, trouble)
@@ -310,45 +314,39 @@ class Prepass:
         top, largest = Int32(0), Int32(0)
         for tile in cutlass.range(place.tiles, unroll=1):
             xs, outs = [], []
-            for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
+            for part in cutlass.range_constexpr(self.parts):
                 row = Int64(cutlass.min(QUERY_TILE * tile + self.rows * part + tid // self.lanes, left - 1))
                 xs.append(eight_values(results.dout, dout_at + row * dout_step))
                 outs.append(eight_values(results.out, out_at + row * out_step))
+            if const_expr(not self.short):
+                for part in cutlass.range_constexpr(self.parts):
+                    row = Int64(cutlass.min(QUERY_TILE * (tile + 1) + self.rows * part + tid // self.lanes, left - 1))
+                    if tid % 8 == 0:
+                        ask_ahead(dout_at + row * dout_step)
+                    if tid % (4 if spec.out_fp32 else 8) == 0:
+                        ask_ahead(out_at + row * out_step)
             image = self.free_image(buffers, tile)
+            row, byte, factor, weight, peak = self.row_scale(xs, rows, tile)
+            nothing = row >> 24  # 0, which no compiler can know: else FP32 values are kept, or spilled, instead of widened again
+            finite = peak if peak < 0x7F800000 and row < left else Int32(0)
+            largest = cutlass.max(largest, finite)
+            top = cutlass.max(top, byte if finite > 0 else Int32(0))
             weighted = cute.make_rmem_tensor(8, Float32)
             weighted.fill(0.0)
-            for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
+            deltas = []
+            for part in cutlass.range_constexpr(self.parts):
                 r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
-                x, inverse = [Float32(xs[part][i]) for i in range(8)], rows.inverses[r]
+                words = cute.recast_tensor(xs[part], Int32)
+                x, scale = wide([Uint32(words[i] | nothing) for i in range(4)], "bfloat16"), self.from_row(factor, part)
                 present = Float32(1.0) if r < left else Float32(0.0)
                 for i in cutlass.range_constexpr(8):
                     total[i] = total[i] + x[i] * present
-                share = Float32(1.0)
-                peak = self.row_peak(xs[part]) if const_expr(spec.align or not spec.halves) else Int32(0)
-                if const_expr(spec.align):
-                    share = mantissa_share(bits_of(float_of(peak) * inverse))
-                    if const_expr(spec.halves):
-                        m = rows.maxima[r]
-                        share = exp2(m - on_grid(m - log2(share)))
-                    inverse = inverse / share
-                if const_expr(spec.halves):
-                    peak = self.row_norm(x)
-                finite = peak if peak < 0x7F800000 and r < left else Int32(0)
-                largest = cutlass.max(largest, finite)
-                scaled = bits_of(float_of(peak) * inverse)
-                byte = byte_of_norm_bits(scaled) if const_expr(spec.halves) else byte_of_amax_bits(scaled)
-                byte = cutlass.max(byte, 1)
-                byte = Int32(0) if peak == 0 else byte
-                byte = byte if inverse > 0.0 else Int32(-1)
-                top = cutlass.max(top, byte if finite > 0 else Int32(0))
-                factor = Float32(math.nan) if byte == 255 else inverse * inverse_of_byte(byte)
-                keep = Int32(-1) if byte > 0 else Int32(0)  # x may be anything where no key is seen
+                keep = Int32(0) if scale == 0.0 else Int32(-1)  # x may be anything where no key is seen
                 delta = Float32(0.0)
-                if const_expr(spec.suffix):
-                    share = self.rounded(share * rows.shares[r]) * scale_of_byte(cutlass.max(byte, 0))
+                share = self.from_row(weight, part) if const_expr(spec.suffix) else None
                 codes = cute.make_rmem_tensor(2, Int32)
                 for i in cutlass.range_constexpr(2):
-                    four = [x[4 * i + j] * factor for j in range(4)]
+                    four = [x[4 * i + j] * scale for j in range(4)]
                     codes[i] = e4m3x4(*four) & keep
                     if const_expr(spec.delta_quantized or spec.suffix):
                         quantized = code_values(codes[i])
@@ -359,15 +357,11 @@ class Prepass:
                     if const_expr(spec.suffix):
                         for j in cutlass.range_constexpr(4):
                             weighted[4 * i + j] = weighted[4 * i + j] + share * quantized[j]
-                for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
-                    delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
+                deltas.append(delta)
                 effect([self.place(image, r), codes[0], codes[1]], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
-                if const_expr(spec.align):
-                    cute.arch.sync_warp()  # the row's lanes have read its inverse, which one of them overwrites
-                if tid % self.lanes == 0:
-                    rows.bytes[r], rows.deltas[r] = byte, delta if byte > 0 else Float32(0.0)
-                    if const_expr(spec.align):
-                        rows.inverses[r] = inverse
+            delta = self.of_rows(deltas, lambda a, b: a + b)
+            if tid % self.lanes < self.parts:
+                rows.bytes[row], rows.deltas[row] = byte, delta if byte > 0 else Float32(0.0)
             if const_expr(spec.suffix):
                 self.sum_rows(weighted, column_sums, suffix, place.tile_row + tile, head)
             self.send_image(image, target + Int64(tile) * step)
@@ -375,8 +369,41 @@ class Prepass:
             top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << i))
         if tid % 32 == 0:
-            peaks[tid // 32], peaks[8 + tid // 32] = top, largest
+            peaks[tid // 32], peaks[WARPS + tid // 32] = top, largest
         self.sum_rows(total, column_sums, sums[0], sums[1], head)
+
+    @cute.jit
+    def row_scale(self, xs, rows, tile):
+        """Of the row of a tile that this thread looks after (as others of its row do): row of the chunk, exponent byte, factor that makes
+        codes (0: none), weight of its codes in the coherent part, and the bits that ``byte`` was found from."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        row = QUERY_TILE * tile + tid // self.lanes + self.rows * self.own_part()
+        inverse, share = rows.inverses[row], Float32(1.0)
+        if const_expr(spec.align or not spec.halves):
+            peak = self.of_rows([widest_pair(x) for x in xs], larger_pair)
+            peak = cutlass.max(peak & 0x7FFF0000, peak << 16)
+        if const_expr(spec.align):
+            share = mantissa_share(bits_of(float_of(peak) * inverse))
+            if const_expr(spec.halves):
+                m = rows.maxima[row]
+                share = exp2(m - on_grid(m - log2(share)))
+            inverse = inverse / share
+        if const_expr(spec.halves):
+            peak = bits_of(self.of_rows([norm_of(x) for x in xs], lambda a, b: a + b))
+        scaled = bits_of(float_of(peak) * inverse)
+        byte = cutlass.max(byte_of_norm_bits(scaled) if const_expr(spec.halves) else byte_of_amax_bits(scaled), 1)
+        byte = Int32(0) if peak == 0 else byte
+        byte = byte if inverse > 0.0 else Int32(-1)
+        factor = inverse * inverse_of_byte(byte) if byte > 0 else Float32(0.0)
+        factor = Float32(math.nan) if byte == 255 else factor
+        if const_expr(spec.suffix):
+            share = self.rounded(share * rows.shares[row]) * scale_of_byte(cutlass.max(byte, 0))
+        if const_expr(spec.align):
+            cute.arch.sync_warp()  # the row's lanes have read its inverse, which one of them overwrites
+            if tid % self.lanes < self.parts:
+                rows.inverses[row] = inverse
+        return row, byte, factor, share, peak
 
     @cute.jit
     def row_factors(self, results, place, rows, seen, ratio):
@@ -407,28 +434,6 @@ class Prepass:
     def rounded(self, share):
         """l / K as c has it."""
         return eleven_bits(share) if self.spec.halves else share
-
-    @cute.jit
-    def row_norm(self, x):
-        """Bits of a row's L1 norm times 2^-8 (so that no finite row's is infinite), from its threads' eight values; a NaN wins."""
-        parts = [absolute(x[0]) * 2.0**-8, absolute(x[1]) * 2.0**-8]
-        for i in cutlass.range_constexpr(2, 8):
-            parts[i % 2] = fma(absolute(x[i]), Float32(2.0**-8), parts[i % 2])
-        total = parts[0] + parts[1]
-        for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
-        return bits_of(total)
-
-    @cute.jit
-    def row_peak(self, values):
-        """Bits of the largest magnitude of a row as FP32, from its threads' eight BF16 values; a NaN wins."""
-        words = cute.recast_tensor(values, Int32)
-        pair = words[0] & 0x7FFF7FFF
-        for i in cutlass.range_constexpr(1, 4):
-            pair = larger_pair(pair, words[i] & 0x7FFF7FFF)
-        for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
-            pair = larger_pair(pair, cute.arch.shuffle_sync_bfly(pair, offset=1 << i))
-        return cutlass.max(pair & 0x7FFF0000, pair << 16)
 
     def keys_seen(self, seen, row):
         """Keys that a row of the chunk sees. ``seen``: the sequence's, and the chunk's first query minus the sequence's queries."""
@@ -548,8 +553,8 @@ class Prepass:
         spec = self.spec
         if const_expr(spec.dq_scale_log2 is not None):
             return float_of(Int32((127 + spec.dq_scale_log2) << 23))
-        largest = peaks[8]
-        for i in cutlass.range_constexpr(9, 16):
+        largest = peaks[WARPS]
+        for i in cutlass.range_constexpr(WARPS + 1, 2 * WARPS):
             largest = cutlass.max(largest, peaks[i])
         power = power_of_sums(spec.head_dim, softmax_scale, largest, exponents, norms=spec.halves)
         if largest == 0:
@@ -578,7 +583,7 @@ class Prepass:
         target, step = self.images(q_tiles, tile_row, head, 2 * QUERY_TILE * self.spec.head_dim)
         for tile in cutlass.range(tiles, unroll=1):
             words = []
-            for part in cutlass.range_constexpr(QUERY_TILE // self.rows):
+            for part in cutlass.range_constexpr(self.parts):
                 r = QUERY_TILE * tile + self.rows * part + tid // self.lanes
                 two = cute.make_rmem_tensor(2, Int32)
                 row = first + cutlass.min(r, left - 1)
@@ -586,18 +591,25 @@ class Prepass:
                 pointer = cute.make_ptr(Int32, at.toint(), cute.AddressSpace.gmem, assumed_align=8)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), two)
                 words.append((r, two))
+            if const_expr(not self.short):
+                for part in cutlass.range_constexpr(self.parts):
+                    r = QUERY_TILE * (tile + 1) + self.rows * part + tid // self.lanes
+                    if tid % self.lanes == 0:
+                        ask_ahead((q.iterator + cute.crd2idx((first + cutlass.min(r, left - 1), head, 0), q.layout)).toint())
             image = self.free_image(buffers, tiles + tile)  # those of dO may still be leaving
             for r, two in words:
                 keep = Int32(-1) if r < left else Int32(0)
                 effect([self.place(image, r), two[0] & keep, two[1] & keep], "st.shared.v2.b32 [$0], {$1, $2};", "r,r,r")
             if const_expr(self.spec.halves):
-                for _, two in words:
-                    norm = norm_of_codes(two[0], two[1])
-                    for i in cutlass.range_constexpr(int(math.log2(self.lanes))):
-                        norm = norm + cute.arch.shuffle_sync_bfly(norm, offset=1 << i)
-                    if norm > float(ROW_SUM):
-                        flag(trouble, NEED_QUERIES)
+                norm = self.of_rows([norm_of_codes(two[0], two[1]) for _, two in words], lambda a, b: a + b)
+                if norm > float(ROW_SUM):
+                    flag(trouble, NEED_QUERIES)
             self.send_image(image, target + Int64(tile) * step)
+
+
+def ask_ahead(address):
+    """Bring the 128 bytes at a global address to L2."""
+    effect([address], "prefetch.global.L2 [$0];", "l")
 
 
 def column_of(x, row, head, column):
@@ -620,11 +632,6 @@ def mantissa_share(bits):
     mantissa = bits & 0x7FFFFF
     usable = mantissa != 0 and bits >= 0x00800000 and bits < 0x7F800000
     return float_of(mantissa | (126 << 23)) if usable else Float32(1.0)
-
-
-def larger_pair(a, b):
-    """The larger of two packed BF16 each; NaN wins."""
-    return Int32(inline_ptx(T.i32(), [a, b], "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r"))
 
 
 def code_values(word):
