@@ -28,9 +28,9 @@ from lp_fa4.problem import AttentionProblem, ForwardResult
 VARIANTS = (("bf16", "float32"), ("mxfp8", "float32"), ("mxfp8", "float16"))
 """Formats of (dK and dV, sums of dQ)."""
 
-ALLOWED = {"bf16": 0.03, "mxfp8": 0.05}
-"""Difference to the reference: codes of dS (and of P, where only one of the two centres it) on the other side of a tie, 1 to 2%; gradients
-that differ by so much and are rounded to E4M3 differ by sqrt(0.02 * 0.07) more."""
+ALLOWED = {"bf16": 0.037, "mxfp8": 0.05}
+"""Difference to the reference: a row of dO has a factor of its own here, so that codes of dO, P and dS are other, independent roundings:
+sqrt(2) times E4M3's 2.6%; gradients that differ by so much and are rounded to E4M3 differ by sqrt(0.02 * 0.07) more."""
 
 
 def small(shape: Any) -> Any:
