@@ -24,7 +24,7 @@ class Numerics:
         center: take a mean per sequence away from the normed events before they are rounded (``xc``). The softmax does not see
             the shift of K, the mean of V is added to the output, and what is left rounds finer. Needs ``attention.center_p``'s sums,
             which it provides.
-        key_projection: ``"bf16"``: BF16 rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
+        key_projection: ``"bf16"``: 16-bit rows times BF16 weight; ``"e4m3x2"``: E4M3 rows times the weight as E4M3 hi + lo;
             ``"e4m3"``: E4M3 times E4M3. ``"auto"``: ``"bf16"`` on the reference, and on Hopper where one kernel norms and projects
             (events of up to 384 channels, no value projection); elsewhere on kernels ``"e4m3x2"``. Neither writes a BF16
             row. The value projection, where there is one, follows it.
