@@ -101,8 +101,8 @@ def row_product(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _one_kernel(values: Tensor, norm_weight: Tensor, w_k: Tensor, w_v: Tensor | None, heads: int, key: str, opts: Numerics) -> bool:
-    """Whether norm and key projection are one kernel, which multiplies 16-bit rows that it never writes: where the choice is open or is that,
-    and the kernel serves. The value projection would need the rows in memory."""
+    """Whether norm and key projection are one kernel, which multiplies 16-bit rows that it never writes: where the choice is open or is
+    that, and the kernel serves. The value projection would need the rows in memory."""
     width = w_k.shape[0] // heads
     wanted = _numerics(key).key_projection in ("auto", "bf16") and opts.center and opts.scales == "static" and w_v is None
     if not wanted or values.device.type != "cuda":
