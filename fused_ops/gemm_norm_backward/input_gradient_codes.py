@@ -4,9 +4,9 @@ Formulas, FP16 operands and exponents, and the cluster that shares the columns: 
 walks a run of tiles of 64 tokens; its computing warpgroups take them in turn, so that one's products run under another's norm, and
 everything they read is on its way long before:
 
-* warp 0 asks for codes of dk by TMA, 128 columns at a time, warp 1 for those of ``x`` and dv that belong to this CTA, 64 columns at a time:
+* warp 0 asks for codes of dk by TMA, 128 columns at a time, and for those of ``x`` and dv that belong to this CTA, 64 columns at a time:
   two rings, both in the order in which they are used, so that most of shared memory beside the weight is always being filled;
-* warp 1 adds up ``dnorm_weight`` too: a computing warp leaves the sums over pairs of its rows where it found ``x``, and the stage is added
+* warp 1 adds up ``dnorm_weight``: a computing warp leaves the sums over pairs of its rows where it found ``x``, and the stage is added
   before it is filled again, always in the order of the tiles;
 * warps 2 and 3 look up whose row it is and write a table of what belongs to it: ``rstd``, sequence, exponents;
 * a computing warpgroup multiplies from registers, keeps ``x`` in registers from its first use to its second, and stores ``dx`` from there.
@@ -48,13 +48,15 @@ from fused_ops.gemm_norm_backward.rows import (
     search_alone,
     shared_words,
 )
-from fused_ops.gemm_norm_backward.weight_gradient_codes import load_half, release
+from fused_ops.gemm_norm_backward.weight_gradient_codes import advance, load_half, release
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, float_of, prmt, quad_sum, scale_of_byte
+from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, prmt, quad_sum, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 CODES = 128
 """Columns of dk of a stage."""
+EXPONENTS = 10 * TILE
+"""Where exponents begin in a table, after the rows' ``rstd``, sequences and places of their exponents (halves)."""
 CODE_BOX, X_BOX, DV_BOX = TILE * CODES, TILE * 128, TILE * 64
 """Bytes of a stage of dk's codes, and of one of 64 columns of ``x`` and of dv."""
 
@@ -152,10 +154,14 @@ class InputGradientOfCodes(InputGradient):
         rank = bid % spec.cluster
         layout = self.weight_layout()
         l_codes, l_rows, l_extra = self.layouts()
+        counts = dict(
+            table=spec.groups, used=spec.groups, dk_empty=spec.dk_stages, x_empty=spec.x_stages, x_added=spec.x_stages,
+            dk_full=spec.groups * spec.dk_stages, x_full=spec.groups * spec.x_stages,
+        )  # fmt: skip
 
         @cute.struct
         class Storage:
-            bars: cute.struct.Align[cute.struct.MemRange[Int64, 6 * spec.groups + (spec.groups + 1) * (spec.dk_stages + spec.x_stages)], 16]
+            bars: cute.struct.Align[cute.struct.MemRange[Int64, 4 * spec.groups + sum(counts.values())], 16]
             top: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * spec.groups * spec.cluster * TILE], 16]
             gain: cute.struct.Align[cute.struct.MemRange[Float32, spec.slab], 16]
@@ -169,10 +175,7 @@ class InputGradientOfCodes(InputGradient):
         store = cutlass.utils.SmemAllocator().allocate(Storage)
         base = store.bars.data_ptr()
         place, made = base + 4 * spec.groups, {}
-        for name, count in (
-            ("table", spec.groups), ("used", spec.groups), ("dk_empty", spec.dk_stages), ("x_empty", spec.x_stages),
-            ("dk_full", spec.groups * spec.dk_stages), ("x_full", spec.groups * spec.x_stages),
-        ):  # fmt: skip
+        for name, count in counts.items():
             made[name] = place
             place = place + count
         bars = Bundle(**made)
@@ -185,6 +188,8 @@ class InputGradientOfCodes(InputGradient):
                     cute.arch.mbarrier_init(base + i, 1 if i % 4 < 2 else 4 * spec.cluster)
                 for i in cutlass.range_constexpr(spec.dk_stages + spec.x_stages):
                     cute.arch.mbarrier_init(bars.dk_empty + i, 4)
+                for i in cutlass.range_constexpr(spec.x_stages):
+                    cute.arch.mbarrier_init(bars.x_added + i, 1)
                 for i in cutlass.range_constexpr(spec.groups * (spec.dk_stages + spec.x_stages)):
                     cute.arch.mbarrier_init(bars.dk_full + i, 1)
                 for i in cutlass.range_constexpr(spec.groups):
@@ -218,6 +223,8 @@ class InputGradientOfCodes(InputGradient):
         at = Bundle(
             batch=batch, total=total, limit=limit, column0=column0, rank=rank, warp=warp, unit=back, first=first, last=last, run=run
         )  # fmt: skip
+        codes = store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner)
+        rows = store.rows.get_tensor(l_rows.outer, swizzle=l_rows.inner)
         extra = None
         if const_expr(spec.dv is not None):
             extra = store.extra.get_tensor(l_extra.outer, swizzle=l_extra.inner)
@@ -225,9 +232,10 @@ class InputGradientOfCodes(InputGradient):
         if warp < 4:
             cute.arch.setmaxregister_decrease(registers[1])
             if warp == 0:
-                self.ask_codes(at, bars, store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner), dk_atom, t_dk)
+                self.ask(at, bars, codes, dk_atom, t_dk, rows, x_atom, t_x, extra, dv_atom, t_dv)
             elif warp == 1:
-                self.ask_rows(io, at, s, bars, store.rows.get_tensor(l_rows.outer, swizzle=l_rows.inner), extra, x_atom, t_x, dv_atom, t_dv)
+                if const_expr(spec.need_norm):
+                    self.add_sums(io, at, s, bars)
             else:
                 self.tabulate(io, at, s, bars)
         else:
@@ -243,129 +251,196 @@ class InputGradientOfCodes(InputGradient):
 
     # --- the first warpgroup ----------------------------------------------------------------------------------------------
     @cute.jit
-    def ask_codes(self, at, bars, boxes: cute.Tensor, atom: cute.CopyAtom, tensor: cute.Tensor):
-        """Warp 0: copies of dk's codes."""
-        one = cute.make_layout(1)
-        tiles = cute.local_tile(tensor, (TILE, CODES), (None, None))
-        target, source = cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))
-        # A loop over fillings, not over tiles: what the roles run at once must fit the instruction cache.
-        for index in cutlass.range((at.last - at.first) * self.chunks, unroll=1):
-            turn, c = index // self.chunks, index % self.chunks
-            stage, phase = place_in_ring(index, self.spec.dk_stages)
-            full = bars.dk_full + (turn % self.spec.groups * self.spec.dk_stages + stage)
-            cute.arch.mbarrier_wait(bars.dk_empty + stage, phase ^ 1)
-            cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, CODE_BOX)
-            cute.copy(atom, source[None, at.first + turn, c], target[None, stage], tma_bar_ptr=full)
-
-    @cute.jit
-    def ask_rows(
-        self, io, at, s, bars, rows: cute.Tensor, extra, x_atom: cute.CopyAtom, t_x: cute.Tensor, dv_atom, t_dv
+    def ask(
+        self, at, bars, codes: cute.Tensor, dk_atom: cute.CopyAtom, t_dk: cute.Tensor, rows: cute.Tensor, x_atom: cute.CopyAtom,
+        t_x: cute.Tensor, extra, dv_atom, t_dv,
     ):  # fmt: skip
-        """Warp 1: copies of this CTA's columns of ``x`` and dv, and the sums for ``dnorm_weight`` that a stage holds before it is filled
-        again; after the last tile, those of the stages that are not."""
+        """Warp 0: copies of dk's codes, and of this CTA's columns of ``x`` and dv. The copying warp fences: the loads that found a stage
+        full come before the copy."""
         spec = self.spec
         one = cute.make_layout(1)
-        sides = [(x_atom, rows, t_x)]
+
+        def partition(atom, boxes, tensor, width):
+            tiles = cute.local_tile(tensor, (TILE, width), (None, None))
+            return atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))
+
+        dk_side = partition(dk_atom, codes, t_dk, CODES)
+        sides = [partition(x_atom, rows, t_x, 64)]
         if const_expr(spec.dv is not None):
-            sides.append((dv_atom, extra, t_dv))
-        pairs = []
-        for atom, boxes, tensor in sides:
-            tiles = cute.local_tile(tensor, (TILE, 64), (None, None))
-            pairs.append((atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))))
-        sums = cute.make_rmem_tensor((4, self.subs), Float32)
-        sums.fill(0.0)
-        fillings = (at.last - at.first) * self.subs
-        for index in cutlass.range(fillings + (spec.x_stages if spec.need_norm else 0), unroll=1):
-            turn, j = index // self.subs, index % self.subs
-            stage, phase = place_in_ring(index, spec.x_stages)
-            cute.arch.mbarrier_wait(bars.x_empty + stage, phase ^ 1)
-            if const_expr(spec.need_norm):  # noqa: SIM102 - one is decided at compile time
-                if index >= spec.x_stages:
-                    add_stage(sums, (index - spec.x_stages) % self.subs, s.rows + stage * X_BOX)
-            if index < fillings:
-                full = bars.x_full + (turn % spec.groups * spec.x_stages + stage)
-                cute.arch.fence_view_async_shared()  # the loads that found it full come before the copy
-                cute.arch.sync_warp()
+            sides.append(partition(dv_atom, extra, t_dv, 64))
+        free = bars.x_added if spec.need_norm else bars.x_empty
+        ring = cute.make_rmem_tensor(4, Int32)  # stage of dk, its phase; stage of x, its phase
+        ring.fill(0)
+        ring[1], ring[3] = Int32(1), Int32(1)
+        group = Int32(0)
+        # Loops over fillings are not unrolled: what the roles run at once must fit the instruction cache.
+        for tile in cutlass.range(at.first, at.last, unroll=1):
+            for c in cutlass.range(self.chunks, unroll=1):
+                stage = ring[0]
+                full = bars.dk_full + (group * spec.dk_stages + stage)
+                cute.arch.mbarrier_wait(bars.dk_empty + stage, ring[1])
+                cute.arch.fence_view_async_shared()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, CODE_BOX)
+                atom, target, source = dk_side
+                cute.copy(atom, source[None, tile, c], target[None, stage], tma_bar_ptr=full)
+                advance(ring, 0, spec.dk_stages)
+            for j in cutlass.range(self.subs, unroll=1):
+                stage = ring[2]
+                full = bars.x_full + (group * spec.x_stages + stage)
+                cute.arch.mbarrier_wait(free + stage, ring[3])
+                cute.arch.fence_view_async_shared()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, X_BOX + (DV_BOX if spec.dv is not None else 0))
-                for atom, target, source in pairs:
-                    cute.copy(atom, source[None, at.first + turn, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
-        if const_expr(spec.need_norm):
-            lane, parts = cute.arch.lane_idx(), io.parts
-            for j in cutlass.range_constexpr(self.subs):
-                for e in cutlass.range_constexpr(4):
-                    value = sums[e, j] + cute.arch.shuffle_sync_bfly(sums[e, j], offset=8)
-                    value = value if at.total > 0 else Float32(0.0)
-                    if lane // 8 % 2 == 0:
-                        parts[at.run, at.column0 + 64 * j + lane // 16 * 32 + lane % 8 * 4 + e] = value
+                for atom, target, source in sides:
+                    cute.copy(atom, source[None, tile, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
+                advance(ring, 2, spec.x_stages)
+            group = group + 1 if group + 1 < spec.groups else Int32(0)
+
+    @cute.jit
+    def add_sums(self, io, at, s, bars):
+        """Warp 1: the sums for ``dnorm_weight`` that computing warps leave in the stages of ``x``, always in the order of the tiles."""
+        spec = self.spec
+        sums = cute.make_rmem_tensor((4, self.subs), Float32)  # the part that is added to next comes first
+        sums.fill(0.0)
+        ring = cute.make_rmem_tensor(2, Int32)
+        ring.fill(0)
+        for _ in cutlass.range((at.last - at.first) * self.subs, unroll=1):
+            cute.arch.mbarrier_wait(bars.x_empty + ring[0], ring[1])
+            add_stage(sums, s.rows + ring[0] * X_BOX)
+            release(bars.x_added + ring[0])
+            advance(ring, 0, spec.x_stages)
+        lane, parts = cute.arch.lane_idx(), io.parts
+        for j in cutlass.range_constexpr(self.subs):
+            for e in cutlass.range_constexpr(4):
+                value = sums[e, j] + cute.arch.shuffle_sync_bfly(sums[e, j], offset=8)
+                value = value if at.total > 0 else Float32(0.0)
+                if lane // 8 % 2 == 0:
+                    parts[at.run, at.column0 + 64 * j + lane // 16 * 32 + lane % 8 * 4 + e] = value
 
     @cute.jit
     def tabulate(self, io, at, s, bars):
-        """Warps 2 and 3, a row a lane. A table: ``rstd`` (0 past the end), the factor of the row's products, the row's sequence (its
-        complement if it is that of the tile's first row, whose mean lies beside the table); then, a row's side by side, dk's exponents
-        as FP16, relative to the row's largest, and dv's as BF16."""
+        """Warps 2 and 3, a row a lane. A table: ``rstd`` (0 past the end), where the row's exponents lie, the row's sequence (its
+        complement if it is that of the tile's first row, whose mean lies beside the table); then exponents, side by side: dk's as FP16,
+        relative to the row's largest, the factor of the row's products, dv's as BF16. Rows of a group of 32 tokens share theirs where a
+        tile lies in one sequence, as most do."""
         spec = self.spec
         row = 32 * (at.warp - 2) + cute.arch.lane_idx()
         place = cute.make_rmem_tensor(3, Int32)  # the sequence of a tile's first row, where it begins and where it ends
         place.fill(0)
-        many, few = spec.rows // 32, spec.slab // 32
-        dv: Any = spec.dv
+        ring = cute.make_rmem_tensor(2, Int32)  # slot and phase
+        ring.fill(0)
+        ring[1] = Int32(1)
         for tile in cutlass.range(at.first, at.last, unroll=1):
             token0 = tile * TILE
             token = cutlass.max(cutlass.min(token0 + row, at.total - 1), 0)
-            b, scales = Int32(0), token // GROUP
-            if const_expr(spec.lookup):
+            if const_expr(spec.lookup):  # noqa: SIM102 - one is decided at compile time
                 if (token0 >= place[2]) & (token0 < at.total):
                     place[0] = search(io.offsets, place[0], at.batch, token0)
                     place[1], place[2] = Int32(io.offsets[place[0]]), Int32(io.offsets[place[0] + 1])
-                high = place[0]
-                if cutlass.min(token0 + TILE, at.total) > place[2]:
-                    high = search(io.offsets, place[0], at.batch, token0 + TILE - 1)
-                b, begin = place[0], place[1]
-                if place[0] < high:
-                    b = search_alone(io.offsets, place[0], high, token)
-                    begin = Int32(io.offsets[b])
-                scales = begin // GROUP + b + (token - begin) // GROUP
             scale = io.rstd[Int64(token)]
             mean = cute.make_rmem_tensor(spec.slab // 64, Float32)
             if const_expr(spec.mean):
                 for n in cutlass.range_constexpr(spec.slab // 64):
                     mean[n] = io.mean[Int64(place[0]), at.column0 + 64 * n + row]
-            left = cute.make_rmem_tensor(many, Int32)
-            address = scale_address(io.dk_scale, scales, spec.dk.static)
-            for n in cutlass.range_constexpr(many):
-                left[n] = load_byte(address + 32 * n // spec.dk.width)
-            right = cute.make_rmem_tensor(few, Int32)
-            if const_expr(spec.dv is not None):
-                address = scale_address(io.dv_scale, scales, dv.static)
-                for n in cutlass.range_constexpr(few):
-                    right[n] = load_byte(address + (at.column0 + 32 * n) // dv.width)
-            turn = tile - at.first
-            slot = turn % spec.groups
-            cute.arch.mbarrier_wait(bars.used + slot, (turn // spec.groups + 1) % 2)
+            slot = ring[0]
             table = s.table + slot * (4 * spec.table_words)
-            inside = token0 + row < at.total
-            top = Int32(0)
-            for n in cutlass.range_constexpr(many):
-                top = cutlass.max(top, left[n] if left[n] < 255 else Int32(0))
-            store_word(table + 4 * row, bits_of(scale if inside else Float32(0.0)))
-            store_word(table + 4 * (TILE + row), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD))))
+            if token0 + TILE <= (place[2] if const_expr(spec.lookup) else at.total):
+                self.write_groups(io, at, bars, place, token0, table, row, ring)
+            else:
+                self.write_rows(io, at, bars, place, token0, token, table, row, ring)
+            store_word(table + 4 * row, bits_of(scale if token0 + row < at.total else Float32(0.0)))
             if const_expr(spec.mean):
-                store_word(table + 4 * (2 * TILE + row), b if b != place[0] else b ^ -1)
                 means = cute.make_tensor(s.means + slot * spec.slab, cute.make_layout(spec.slab))
                 for n in cutlass.range_constexpr(spec.slab // 64):
                     means[64 * n + row] = mean[n]
-            for n in cutlass.range_constexpr(0, many, 2):
-                low, high_ = (relative_factor(left[n + i], top, HEAD) for i in range(2))
-                store_word(table + 4 * (3 * TILE + row * (many // 2) + n // 2), prmt(low, high_, 0x5410))
-            if const_expr(spec.dv is not None):
-                for n in cutlass.range_constexpr(0, few, 2):
-                    low, high_ = (bits_of(scale_of_byte(right[n + i])) for i in range(2))
-                    word = prmt(low, high_, 0x7632)
-                    store_word(table + 4 * ((3 + many // 2) * TILE + row * (few // 2) + n // 2), word if inside else Int32(0))
             release(bars.table + slot)
+            advance(ring, 0, spec.groups)
+
+    @cute.jit
+    def write_groups(self, io, at, bars, place: cute.Tensor, token0: Int32, table: Int32, row: Int32, ring: cute.Tensor):
+        """Exponents of a tile within one sequence, at most three groups of tokens, eight lanes each: warp 2 those of dk, warp 3 of dv."""
+        spec = self.spec
+        dv: Any = spec.dv
+        lane, begin = cute.arch.lane_idx(), place[1]
+        offset = (token0 - begin) & (GROUP - 1)
+        group = cutlass.min(lane // 8, (offset + TILE - 1) >> 5)  # a group has 2^5 tokens; a division rounds the other way and costs more
+        scales = (begin >> 5) + place[0] + ((token0 - begin) >> 5) + group
+        many, few = spec.rows // 32, spec.slab // 32
+        entry, here = (EXPONENTS + g * (4 * spec.entry_words) for g in (group, (offset + row) >> 5))
+        entry = table + entry
+        if at.warp == 2:
+            address, top = scale_address(io.dk_scale, scales, spec.dk.static), Int32(0)
+            bytes_ = cute.make_rmem_tensor((2, -(-many // 16)), Int32)
+            for k in cutlass.range_constexpr(-(-many // 16)):
+                for i in cutlass.range_constexpr(2):
+                    n = cutlass.min(16 * k + 2 * (lane % 8) + i, many - 1)
+                    bytes_[i, k] = load_byte(address + 32 * n // spec.dk.width)
+            cute.arch.mbarrier_wait(bars.used + ring[0], ring[1])
+            for k in cutlass.range_constexpr(-(-many // 16)):
+                for i in cutlass.range_constexpr(2):
+                    top = cutlass.max(top, bytes_[i, k] if bytes_[i, k] < 255 else Int32(0))
+            for distance in (1, 2, 4):
+                top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+            for k in cutlass.range_constexpr(-(-many // 16)):
+                low, high = (relative_factor(bytes_[i, k], top, HEAD) for i in range(2))
+                if 16 * k + 2 * (lane % 8) < many:
+                    store_word(entry + 4 * (8 * k + lane % 8), prmt(low, high, 0x5410))
+            if lane % 8 == 0:
+                store_word(entry + 4 * (many // 2), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD))))
+        else:
+            bytes_ = cute.make_rmem_tensor(2, Int32)
+            if const_expr(spec.dv is not None):
+                address = scale_address(io.dv_scale, scales, dv.static)
+                for i in cutlass.range_constexpr(2):
+                    n = cutlass.min(2 * (lane % 8) + i, few - 1)
+                    bytes_[i] = load_byte(address + (at.column0 + 32 * n) // dv.width)
+            cute.arch.mbarrier_wait(bars.used + ring[0], ring[1])
+            if const_expr(spec.dv is not None):
+                low, high = (bits_of(scale_of_byte(bytes_[i])) for i in range(2))
+                if 2 * (lane % 8) < few:
+                    store_word(entry + 4 * (many // 2 + 1 + lane % 8), prmt(low, high, 0x7632))
+        store_half(table + (8 * TILE + 2 * row), here)
+        if const_expr(spec.mean):
+            store_word(table + 4 * (TILE + row), place[0] ^ -1)
+
+    @cute.jit
+    def write_rows(self, io, at, bars, place: cute.Tensor, token0: Int32, token: Int32, table: Int32, row: Int32, ring: cute.Tensor):
+        """Exponents of a tile of several sequences, or with rows past the end: each lane its row's."""
+        spec = self.spec
+        dv: Any = spec.dv
+        many, few = spec.rows // 32, spec.slab // 32
+        b, scales = Int32(0), token // GROUP
+        if const_expr(spec.lookup):
+            high = place[0]
+            if cutlass.min(token0 + TILE, at.total) > place[2]:
+                high = search(io.offsets, place[0], at.batch, token0 + TILE - 1)
+            b, begin = place[0], place[1]
+            if place[0] < high:
+                b = search_alone(io.offsets, place[0], high, token)
+                begin = Int32(io.offsets[b])
+            scales = begin // GROUP + b + (token - begin) // GROUP
+        inside = token0 + row < at.total
+        here = EXPONENTS + row * (4 * spec.entry_words)
+        entry = table + here
+        cute.arch.mbarrier_wait(bars.used + ring[0], ring[1])
+        address, top = scale_address(io.dk_scale, scales, spec.dk.static), Int32(0)
+        for n in cutlass.range(many, unroll=4):
+            byte = load_byte(address + 32 * n // spec.dk.width)
+            top = cutlass.max(top, byte if byte < 255 else Int32(0))
+        for n in cutlass.range(0, many, 2, unroll=2):
+            low, high_ = (relative_factor(load_byte(address + 32 * (n + i) // spec.dk.width), top, HEAD) for i in range(2))
+            store_word(entry + 2 * n, prmt(low, high_, 0x5410))
+        store_word(entry + 4 * (many // 2), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD))))
+        if const_expr(spec.dv is not None):
+            address = scale_address(io.dv_scale, scales, dv.static)
+            for n in cutlass.range_constexpr(0, few, 2):
+                low, high_ = (bits_of(scale_of_byte(load_byte(address + (at.column0 + 32 * (n + i)) // dv.width))) for i in range(2))
+                word = prmt(low, high_, 0x7632)
+                store_word(entry + 4 * (many // 2 + 1 + n // 2), word if inside else Int32(0))
+        store_half(table + (8 * TILE + 2 * row), here)
+        if const_expr(spec.mean):
+            store_word(table + 4 * (TILE + row), b if b != place[0] else b ^ -1)
 
     # --- the computing warpgroups -----------------------------------------------------------------------------------------
     @cute.jit
@@ -396,12 +471,12 @@ class InputGradientOfCodes(InputGradient):
         spec = self.spec
         quad = cute.arch.lane_idx() % 4
         source = s.codes + row * CODES + (((2 * quad) ^ (row % 8)) << 4)
-        factor_at = table + 4 * (3 * TILE) + row * (spec.rows // 16) + 2 * quad
+        factors_at = [table + load_half(table + (8 * TILE + 2 * (row + 8 * i))) + 2 * quad for i in range(2)]
         for c in cutlass.range_constexpr(self.chunks):
             stage = stage_of(turn, self.chunks, c, spec.dk_stages)
             factors = []
             for i in cutlass.range_constexpr(2):
-                half = load_half(factor_at + 8 * c + i * (8 * (spec.rows // 16)))
+                half = load_half(factors_at[i] + 8 * c)
                 factors.append(prmt(half, half, 0x1010))
             if const_expr(c == 0):
                 ready = cutlass.Boolean(False)
@@ -446,15 +521,16 @@ class InputGradientOfCodes(InputGradient):
         lane = pinned(cute.arch.lane_idx())  # what follows from it is computed for each tile: kept, it would be parked in local memory
         row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
         quad = lane % 4
-        few = spec.slab // 32
         xs = cute.make_rmem_tensor((4, self.runs, 2), Int32)
-        scale, unit, sequences, bases = [], [], [], [Int64(0), Int64(0)]
+        scale, unit, powers_at, sequences, bases = [], [], [], [], [Int64(0), Int64(0)]
         for i in cutlass.range_constexpr(2):
             word = table + 4 * (row + 8 * i)
             scale.append(float_of(load_word(word)))
-            unit.append(float_of(load_word(word + 4 * TILE)))
+            entry = table + load_half(table + (8 * TILE + 2 * (row + 8 * i)))
+            unit.append(float_of(load_word(entry + 2 * (spec.rows // 32))))
+            powers_at.append(entry + 2 * (spec.rows // 32) + 4)
             if const_expr(spec.mean):
-                sequences.append(load_word(word + 8 * TILE))
+                sequences.append(load_word(word + 4 * TILE))
         if const_expr(spec.mean):
             # One address for the mean of a row, beside the table or, if the warp has other sequences too, in global memory: a branch at
             # each load would part the code that the compiler can move, and its other side would not fit the instruction cache.
@@ -472,8 +548,7 @@ class InputGradientOfCodes(InputGradient):
             powers = []
             if const_expr(spec.dv is not None):
                 for i in cutlass.range_constexpr(2):
-                    where = (3 + spec.rows // 64) * TILE + (row + 8 * i) * (few // 2) + j
-                    powers.append(pair_to_float(load_word(table + 4 * where), False))
+                    powers.append(pair_to_float(load_word(powers_at[i] + 4 * j), False))
             if const_expr(j == 0):
                 ready = cutlass.Boolean(False)
             await_stage(bars.x_full + group * spec.x_stages, stage, phases, 1, ready)
@@ -583,11 +658,6 @@ def stage_of(turn, count: int, i: int, stages: int):
     return Int32(i % stages) if count % stages == 0 else (turn * count + i) % stages
 
 
-def place_in_ring(index, stages: int):
-    """Stage of the ``index``-th filling of a ring, and its phase."""
-    return index % stages, index // stages % 2
-
-
 @cute.jit
 def leave_sums(place: Int32, after: cutlass.Constexpr, values):
     """A thread's sums of 8 columns over its two rows, to its warp's part of a stage: 8 lines, a pair of rows each, of 32 columns.
@@ -604,21 +674,23 @@ def leave_sums(place: Int32, after: cutlass.Constexpr, values):
 
 
 @cute.jit
-def add_stage(sums: cute.Tensor, j: Int32, place: Int32):
-    """What :func:`leave_sums` left in a stage, added to ``sums[:, j]``: a lane's 4 columns, every other line; half of the warp for 32
-    columns."""
+def add_stage(sums: cute.Tensor, place: Int32):
+    """What :func:`leave_sums` left in a stage, added to ``sums[:, 0]``, which becomes the last: a lane's 4 columns, every other line; half
+    of the warp for 32 columns."""
     lane = cute.arch.lane_idx()
     source = place + lane // 16 * 1024 + lane // 8 % 2 * 128 + (((lane % 8) ^ (lane // 8 % 2)) << 4)
     total = cute.make_rmem_tensor(4, Float32)
-    total.fill(0.0)
+    for e in cutlass.range_constexpr(4):
+        total[e] = sums[e, 0]
     for w in cutlass.range_constexpr(4):
         lines = [shared_words(source + (2048 * w + 256 * m), 4) for m in range(4)]
         for e in cutlass.range_constexpr(4):
             first, second = (float_of(lines[m][e]) + float_of(lines[m + 1][e]) for m in (0, 2))
             total[e] = total[e] + (first + second)
-    for n in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-        for e in cutlass.range_constexpr(4):
-            sums[e, n] = sums[e, n] + (total[e] if j == n else Float32(0.0))
+    for e in cutlass.range_constexpr(4):
+        for n in cutlass.range_constexpr(cute.size(sums, mode=[1]) - 1):
+            sums[e, n] = sums[e, n + 1]
+        sums[e, cute.size(sums, mode=[1]) - 1] = total[e]
 
 
 @cute.jit
@@ -646,6 +718,11 @@ def store_word(address, word):
     """A word to shared memory."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
     cute.make_tensor(pointer, cute.make_layout(1))[0] = word
+
+
+def store_half(address, word):
+    """The lower half of a word to shared memory."""
+    effect([Int32(address), Int32(word)], "{.reg .b16 l, h; mov.b32 {l, h}, $1; st.shared.b16 [$0], l;}", "r,r")
 
 
 def load_word(address):

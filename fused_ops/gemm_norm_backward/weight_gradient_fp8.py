@@ -3,9 +3,9 @@
 The contraction runs over tokens, along which dk's exponents change at each group of 32 of one sequence, and FP8 wgmma reads operands whose
 tokens are innermost. So a CTA, which owns a tile of the result and a run of tokens, takes them 128 at a time:
 
-* warp 0 asks for the codes of a step by TMA;
+* warp 0 asks for the codes of a step by TMA and turns a quarter of xn's;
 * warp 1 writes a table: for every 32 columns of dk the largest exponent of the step, and each token's relative to it;
-* warps 2 and 3 turn xn's codes, the B operand: transposing ``ldmatrix``, byte permutations, ``stmatrix``;
+* warps 2 and 3 turn the rest, the B operand: transposing ``ldmatrix``, byte permutations, ``stmatrix``;
 * each of the other warpgroups owns 64 columns of dk. Its A operand goes from shared memory to registers by the transposing ``ldmatrix``,
   which moves units of 16 bits: two columns of dk. A byte permutation parts them, so the rows of a warp's accumulators are even columns,
   then odd ones. There codes are brought under the step's exponent: rounded to E4M3 again where theirs is smaller, by at most 2^-10 of a
@@ -45,7 +45,7 @@ BOX = FP8_STEP * 64
 """Bytes of a step's 64 columns of codes, and of 64 columns of the turned operand."""
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 """By the number of computing warpgroups: registers of a computing thread and of one of the first warpgroup."""
-TURNERS = 2
+TURNERS = 3
 """Warps that turn xn."""
 IN_FLIGHT = 3
 """Blocks of 16 tokens x 32 columns that a warp loads before it stores the first."""
@@ -182,11 +182,12 @@ class WeightGradientFp8(WeightGradientOfCodes):
         if warp < 4:
             cute.arch.setmaxregister_decrease(registers[1])
             if warp == 0:
-                self.ask_all(t, bars, store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner), (dk_atom, t_dk), (xn_atom, t_xn))
+                boxes = store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner)
+                self.turn(t, s, bars, Int32(6), 2, (boxes, (dk_atom, t_dk), (xn_atom, t_xn)))
             elif warp == 1:
                 self.tabulate_steps(t, s, bars)
             else:
-                self.turn(t, s, bars, warp - 2)
+                self.turn(t, s, bars, 3 * (warp - 2), 3, None)
         else:
             cute.arch.setmaxregister_increase(registers[0])
             thread = mma.get_slice(0)
@@ -198,29 +199,25 @@ class WeightGradientFp8(WeightGradientOfCodes):
 
     # --- the first warpgroup ----------------------------------------------------------------------------------------------
     @cute.jit
-    def ask_all(self, t, bars, boxes: cute.Tensor, dk, xn):
-        """Warp 0: copies of the codes of each step; a pair's CTAs ask for half of xn's each, for both."""
-        stages, pair = self.spec.fp8_stages, self.spec.pair
-        ring = cute.make_rmem_tensor(2, Int32)
-        ring[0], ring[1] = Int32(0), Int32(1)
-        for step in cutlass.range(t.first, t.last, unroll=1):
-            stage = ring[0]
-            cute.arch.mbarrier_wait(bars.empty + stage, ring[1])
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, self.boxes * BOX)
-            sides = (dk, t.row0, 0, self.left, 1), (xn, t.column0, self.left, self.right, pair)
-            for (atom, tensor), column, first, count, ctas in sides:
-                tiles = cute.local_tile(tensor, (FP8_STEP, 64), (None, None))
-                rank, sharing = t.rank if ctas > 1 else 0, cute.make_layout(ctas)
-                target, source = cpasync.tma_partition(atom, rank, sharing, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))
-                for i in cutlass.range_constexpr(count):
-                    place, full = target[None, stage * self.boxes + first + i], bars.full + stage
-                    if const_expr(ctas > 1):
-                        mask = cutlass.Int16(3)
-                        cute.copy(atom, source[None, step, column // 64 + i], place, tma_bar_ptr=full, mcast_mask=mask)
-                    else:
-                        cute.copy(atom, source[None, step, column // 64 + i], place, tma_bar_ptr=full)
-            advance(ring, 0, stages)
+    def ask(self, t, bars, boxes: cute.Tensor, dk, xn, step: Int32, ring: cute.Tensor):
+        """Start the copies of a step's codes; a pair's CTAs ask for half of xn's each, for both. ``ring``: stage and phase."""
+        stage, pair = ring[0], self.spec.pair
+        cute.arch.mbarrier_wait(bars.empty + stage, ring[1])
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, self.boxes * BOX)
+        sides = (dk, t.row0, 0, self.left, 1), (xn, t.column0, self.left, self.right, pair)
+        for (atom, tensor), column, first, count, ctas in sides:
+            tiles = cute.local_tile(tensor, (FP8_STEP, 64), (None, None))
+            rank, sharing = t.rank if ctas > 1 else 0, cute.make_layout(ctas)
+            target, source = cpasync.tma_partition(atom, rank, sharing, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))
+            for i in cutlass.range_constexpr(count):
+                place, full = target[None, stage * self.boxes + first + i], bars.full + stage
+                if const_expr(ctas > 1):
+                    mask = cutlass.Int16(3)
+                    cute.copy(atom, source[None, step, column // 64 + i], place, tma_bar_ptr=full, mcast_mask=mask)
+                else:
+                    cute.copy(atom, source[None, step, column // 64 + i], place, tma_bar_ptr=full)
+        advance(ring, 0, self.spec.fp8_stages)
 
     @cute.jit
     def tabulate_steps(self, t, s, bars):
@@ -307,35 +304,39 @@ class WeightGradientFp8(WeightGradientOfCodes):
         advance(ring, 0, FP8_SLOTS)
 
     @cute.jit
-    def turn(self, t, s, bars, worker: Int32):
-        """Warps 2 and 3: xn's codes with tokens innermost, half of a step each; tokens past the last become 0."""
+    def turn(self, t, s, bars, first: Int32, count: cutlass.Constexpr, copies):
+        """xn's codes with tokens innermost: ``count`` runs of 16 tokens of each step, from run ``first`` on; tokens past the last become 0.
+        ``copies``: what warp 0 asks for, all stages but one ahead."""
         spec = self.spec
         lane = cute.arch.lane_idx()
         matrix, row = lane // 8, lane % 8
         low, high = matrix % 2, matrix // 2
         # blocks of 16 tokens and 32 columns: a lane's row of 16 bytes where it loads, and where it stores the columns that it has then
-        source = s.codes + self.left * BOX + (64 * worker + 8 * low + row) * 64 + ((high ^ (row // 2)) << 4)
+        plain = s.codes + self.left * BOX + first * 1024
+        source = plain + (8 * low + row) * 64 + ((high ^ (row // 2)) << 4)
         column = 16 * high + 2 * row + (low ^ (row // 4))
-        target = s.operand + column * FP8_STEP + ((column % 8 ^ (4 * worker)) << 4)
+        target = s.operand + column * FP8_STEP
         selector = Int32(0x6420) + 0x1111 * (lane // 16)
-        ring = cute.make_rmem_tensor(4, Int32)
+        ring = cute.make_rmem_tensor(6, Int32)  # stage and its phase, slot and its phase; the stage that is filled next
         ring.fill(0)
+        ahead = spec.fp8_stages - 1
+        if const_expr(copies is not None):
+            ring[5] = Int32(1)
+            for step in cutlass.range(t.first, cutlass.min(t.first + ahead, t.last), unroll=1):
+                self.ask(t, bars, *copies, step, ring_of(ring, 4))
         for step in cutlass.range(t.first, t.last, unroll=1):
             stage, slot = ring[0], ring[2]
             cute.arch.mbarrier_wait(bars.full + stage, ring[1])
             cute.arch.mbarrier_wait(bars.used + slot, ring[3] ^ 1)
             begin, end = source + stage * (self.boxes * BOX), target + slot * (self.right * BOX)
-            left = t.total - step * FP8_STEP - 64 * worker  # tokens of this warp's half
-            if left < 64:  # other tokens' codes, or NaN
-                half = s.codes + (stage * self.boxes + self.left) * BOX + worker * (64 * 64)
+            left = t.total - step * FP8_STEP - 16 * first  # of this warp's tokens
+            if left < 16 * count:  # other tokens' codes, or NaN
                 for box in cutlass.range_constexpr(self.right):
-                    for i in cutlass.range(4 * cutlass.max(left, 0) + lane, 4 * 64, 32, unroll=1):
-                        zero = Int32(0)
-                        effect(
-                            [half + (box * BOX + 16 * i), zero, zero, zero, zero], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r"
-                        )
+                    for i in cutlass.range(4 * cutlass.max(left, 0) + lane, 64 * count, 32, unroll=1):
+                        zero, place = Int32(0), plain + stage * (self.boxes * BOX) + (box * BOX + 16 * i)
+                        effect([place, zero, zero, zero, zero], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
                 cute.arch.sync_warp()
-            blocks = [(r, c) for c in range(spec.tile_columns // 32) for r in range(4)]
+            blocks = [(r, c) for r in range(count) for c in range(spec.tile_columns // 32)]
             for i in cutlass.range_constexpr(0, len(blocks), IN_FLIGHT):
                 some = []
                 for r, c in blocks[i : i + IN_FLIGHT]:
@@ -343,7 +344,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
                 for words, (r, c) in zip(some, blocks[i : i + IN_FLIGHT], strict=True):
                     turned = [pick(words[m], words[m + 1], x) for m in (0, 2) for x in (selector, selector ^ 0x1111)]
                     effect(
-                        [(end ^ (r << 4)) + c * (32 * FP8_STEP), *turned],
+                        [(end + (((column % 8) ^ (first + r)) << 4)) + c * (32 * FP8_STEP), *turned],
                         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
                         "r,r,r,r,r",
                     )
@@ -355,6 +356,9 @@ class WeightGradientFp8(WeightGradientOfCodes):
                     cute.arch.mbarrier_arrive(bars.empty + stage, t.rank ^ 1)
             advance(ring, 0, spec.fp8_stages)
             advance(ring, 2, FP8_SLOTS)
+            if const_expr(copies is not None):  # noqa: SIM102 - one is decided at compile time
+                if step + ahead < t.last:
+                    self.ask(t, bars, *copies, step + ahead, ring_of(ring, 4))
 
     # --- the computing warpgroups -----------------------------------------------------------------------------------------
     @cute.jit
@@ -389,6 +393,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
                 for h in cutlass.range_constexpr(FP8_STEP // 32):
                     for k in cutlass.range_constexpr(4):
                         fragments[h][k] = fragments[h][k] & mask_of(left - (32 * h + 8 * k + lane % 4 * 2))
+            place = low_half(s.operand + slot * (self.right * BOX))
             for h in cutlass.range_constexpr(FP8_STEP // 32):
                 factors = shared_words(factors_at + (slot * self.table_bytes + 64 * h), 4)
                 words = fragments[h]  # 8 tokens each
@@ -399,7 +404,6 @@ class WeightGradientFp8(WeightGradientOfCodes):
             cute.arch.fence_view_async_shared()  # this warp's loads of the codes come before the copy that replaces them
             release(bars.empty + stage)
             cute.arch.mbarrier_wait(bars.made + slot, ring[3])
-            place = low_half(s.operand + slot * (self.right * BOX))
             for p in cutlass.range_constexpr(pieces):
                 product(mma, partial, operand, b[None, None, None, 0], True, place + p * (spec.part * FP8_STEP // 16), FP8_STEP)
                 warpgroup.wait_group(0)
@@ -430,6 +434,11 @@ class WeightGradientFp8(WeightGradientOfCodes):
                     pair[n] = acc[n + 2 * i + 4 * (j % (spec.part // 8)), j // (spec.part // 8)] * unit
                 pointer = cute.make_ptr(Float32, address + 4 * (i * spec.columns + 8 * j), cute.AddressSpace.gmem, assumed_align=8)
                 cute.autovec_copy(pair, cute.make_tensor(pointer, cute.make_layout(2)))
+
+
+def ring_of(ring: cute.Tensor, at: int):
+    """The two entries of a ring from ``at`` on."""
+    return cute.make_tensor(ring.iterator + at, cute.make_layout(2))
 
 
 @cute.jit

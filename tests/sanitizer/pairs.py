@@ -108,8 +108,11 @@ PAIRS: tuple[Pair, ...] = (
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py compute", PUBLISH, TABLE),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
     Pair(WEIGHT_FP8, "weight_gradient_fp8.py write_step", "weight_gradient_fp8.py sum_steps", PUBLISH, TABLE),
-    Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py multiply", PUBLISH, TABLE),
-    Pair(INPUT, "input_gradient_codes.py tabulate", "input_gradient_codes.py norm", PUBLISH, TABLE),
+    *(
+        Pair(INPUT, f"input_gradient_codes.py {write}", f"input_gradient_codes.py {read}", PUBLISH, TABLE)
+        for write in ("tabulate", "write_groups", "write_rows")
+        for read in ("multiply", "norm")
+    ),
     Pair(INPUT, "input_gradient_codes.py leave_sums", "input_gradient_codes.py add_stage", PUBLISH, "sums: " + WRITTEN.format("x_empty")),
     Pair(
         WEIGHT,
