@@ -11,10 +11,10 @@ TILE = 128
 MAX_COLUMNS = 128
 """Output columns of a CTA: 64 accumulators a thread, next to two sets of partial sums."""
 MAX_DIRECT_COLUMNS = 192
-"""Where sums stay in one accumulator, 96 a thread, and are stored as they lie (``GemmSpec.direct``): the more columns, the fewer bytes of
+"""Where sums stay in one accumulator, 96 a thread (``GemmSpec.wide``): the more columns, the fewer bytes of
 shared memory a product reads."""
 SHARED_BYTES = 227 * 1024
-DIRECT_FIXED_BYTES = 2 * 1024
+WIDE_FIXED_BYTES, DIRECT_FIXED_BYTES = 2 * 1024, 4 * 1024
 FIXED_BYTES = 24 * 1024
 """Shared memory beside operands: codes on their way out (16 KiB), factors, barriers, the alignment of the tiles."""
 MIN_STAGES, MAX_STAGES = 4, 14
@@ -67,13 +67,25 @@ class GemmSpec:
 
     @property
     def direct(self) -> bool:
-        """A thread stores its sums' codes as they lie: exponents are given and nothing is exchanged about them."""
+        """A thread stores its sums' codes as they lie: exponents are known before the first tile, and nothing is exchanged about them."""
+        return self.wide or self.folded
+
+    @property
+    def wide(self) -> bool:
+        """Sums of a row stay in one accumulator, and exponents are given."""
         return self.static and not self.scaled
+
+    @property
+    def run(self) -> int:
+        """Columns of which a quarter lie in a thread, where it stores them as they lie."""
+        return 64 if self.columns % 64 == 0 and self.column_tile % 64 == 0 else 32
 
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside operands."""
-        return DIRECT_FIXED_BYTES if self.direct else FIXED_BYTES
+        if self.direct:
+            return WIDE_FIXED_BYTES if self.wide else DIRECT_FIXED_BYTES
+        return FIXED_BYTES
 
     @property
     def parts(self) -> int:
@@ -98,7 +110,7 @@ class GemmSpec:
     @property
     def slabs(self) -> int:
         """Such runs in a stage: of BF16 two, for a stage costs a wait and its return."""
-        return next(n for n in (DIRECT_SLABS, 1) if self.steps % n == 0) if self.direct else 1
+        return next(n for n in (DIRECT_SLABS, 1) if self.steps % n == 0) if self.wide else 1
 
     @property
     def rounds(self) -> int:
@@ -138,7 +150,7 @@ class GemmSpec:
     def column_tile(self) -> int:
         """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
         row = self.parts * self.steps * 128
-        limit, rows = (MAX_DIRECT_COLUMNS, MIN_DIRECT_BYTES) if self.direct else (MAX_COLUMNS, MIN_STAGES * self.stage_bytes)
+        limit, rows = (MAX_DIRECT_COLUMNS, MIN_DIRECT_BYTES) if self.wide else (MAX_COLUMNS, MIN_STAGES * self.stage_bytes)
         most = min(limit, (SHARED_BYTES - self.fixed_bytes - rows) // row) // self.unit * self.unit
         if most <= 0:
             return 0
@@ -153,7 +165,7 @@ class GemmSpec:
     @property
     def cluster(self) -> int:
         """CTAs that share what they read of x: of BF16 rows two, which are twice as long as those of E4M3, and whose products are fewer."""
-        return 2 if self.shared and self.direct and self.column_tiles % 2 == 0 else 1
+        return 2 if self.shared and self.wide and self.column_tiles % 2 == 0 else 1
 
     @property
     def weight_bytes(self) -> int:

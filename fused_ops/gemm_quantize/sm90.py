@@ -10,7 +10,8 @@ part's four come first, under largest terms that are a sixteenth of those to com
 of its largest term or partial sum (a sixteenth more with a low part), and by less where some of its terms are 0: the tests hold every
 code to the bound of its own sum (``tests.fused_ops.sum_error``), which for random rows is some 2^-10 of ``sum |x_k w_k|``; the error itself
 is 2^-16 of that on average (four times as much with the low part after the high one). A code's own rounding is 2^-4. Where every partial
-sum fits 13 bits it is exact. BF16 products are summed in one FP32 accumulator. Everything after the sum is the definition's, bit for bit.
+sum fits 13 bits it is exact. BF16 products are summed in one FP32 accumulator, under given exponents in units of them
+(``sm90_roles.fold_into_weight``: no rounding changes). Everything after the sum is the definition's, bit for bit.
 """
 
 import cutlass
@@ -70,8 +71,9 @@ class GemmQuantize:
             return cpasync.make_tiled_tma_atom(op, tensor, first_stage(layout), (rows, spec.stage_columns), num_multicast=ctas)
 
         x_atom, t_x = operand(x, l_x, HALF, shared, spec.cluster)
-        hi_atom, t_hi = operand(self.ordered(w_hi) if const_expr(spec.direct) else w_hi, l_w, spec.column_tile)
-        lo_atom, t_lo = operand(w_lo, l_w, spec.column_tile) if const_expr(spec.parts == 2) else (hi_atom, t_hi)
+        ordered = self.ordered if const_expr(spec.direct) else lambda w: w
+        hi_atom, t_hi = operand(ordered(w_hi), l_w, spec.column_tile)
+        lo_atom, t_lo = operand(ordered(w_lo), l_w, spec.column_tile) if const_expr(spec.parts == 2) else (hi_atom, t_hi)
         k = OperandMajorMode.K
         mma = hopper.make_trivial_tiled_mma(self.kind, self.kind, k, k, Float32, (1, 1, 1), (64, spec.column_tile))
         tokens = Int32(x.shape[0])
@@ -87,10 +89,11 @@ class GemmQuantize:
         )  # fmt: skip
 
     def ordered(self, w):
-        """The weight with row ``8 q + 2 j + c`` of 32 at ``8 j + 2 q + c`` (j, q < 4, c < 2): a thread, whose sums are of columns
-        ``8 j + 2 q + c`` (q its place in four lanes), has eight consecutive ones."""
-        step, count = w.stride[0], self.spec.columns // 32
-        order = cute.make_layout(((2, 4, 4, count), w.shape[1]), stride=((step, 8 * step, 2 * step, 32 * step), 1))
+        """The weight with row ``r q / 4 + 2 j + c`` of r (``GemmSpec.run``) at ``8 j + 2 q + c`` (j < r / 8, q < 4, c < 2): a thread, whose
+        sums are of columns ``8 j + 2 q + c`` (q its place in four lanes), has a quarter of r in order."""
+        step, run = w.stride[0], self.spec.run
+        shape = (2, 4, run // 8, self.spec.columns // run)
+        order = cute.make_layout((shape, w.shape[1]), stride=((step, run // 4 * step, 2 * step, run * step), 1))
         return cute.make_tensor(w.iterator, order)
 
     @cute.kernel
@@ -164,6 +167,7 @@ class GemmQuantize:
             staging=storage.staging.data_ptr(),
             x=storage.x.get_tensor(l_x.outer, swizzle=l_x.inner),
             w=storage.w.get_tensor(l_w.outer, swizzle=l_w.inner),
+            w_at=storage.w.data_ptr(),
         )
         t = Bundle(
             x=(x_atom, t_x), w=[(hi_atom, t_hi), (lo_atom, t_lo)], x_scale=x_scale, w_scale=[w_hi_scale, w_lo_scale],

@@ -2,13 +2,14 @@
 
 An accumulator holds, per thread, rows ``lane // 4`` and ``+ 8`` of its warp's 16 and columns ``8 j + 2 (lane % 4) + c``: element
 ``c + 2 r + 4 j``. A scale group of 32 rows belongs to two warps, which exchange their maxima through shared memory; codes reach memory
-16 bytes a thread through a warp's own 2 KiB of it. Of BF16 operands under given exponents (``GemmSpec.direct``) the weight's rows are
-brought in an order that makes a thread's eight columns of 32 consecutive (``sm90.GemmQuantize.ordered``), and it stores them itself.
+16 bytes a thread through a warp's own 2 KiB of it. Where all exponents are known before the first tile (``GemmSpec.direct``) the weight's
+rows are brought in an order that makes a thread's quarter of 64 (or 32) columns consecutive (``sm90.GemmQuantize.ordered``), and it stores
+them itself.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite, store
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, pick, warp_max
@@ -55,11 +56,10 @@ def block_bytes(spec: cutlass.Constexpr, s, total: cute.Tensor, inside, wg: Int3
 def encode(spec: cutlass.Constexpr, total: cute.Tensor, j: cutlass.Constexpr, row: cutlass.Constexpr, inside, inverse, byte):
     """Codes of row ``row`` in column groups ``j`` and ``j + 1``, two bytes each, as one word; 0 for a row that is not ``inside``."""
     values = [total[c + 2 * row + 4 * (j + i)] for i in range(2) for c in range(2)]
-    if const_expr(not spec.folded):
-        values = [v * inverse for v in values]
+    values = [v * inverse for v in values]
     word = Int32(0)
     if const_expr(spec.static):
-        word = e4m3x4(*(values if const_expr(spec.folded) else [nan_unless_finite(v) for v in values]))
+        word = e4m3x4(*[nan_unless_finite(v) for v in values])
         word = word if inside else Int32(0)
     else:
         word = e4m3x4(*values)
@@ -67,41 +67,62 @@ def encode(spec: cutlass.Constexpr, total: cute.Tensor, j: cutlass.Constexpr, ro
     return word
 
 
+def block_of(spec, n: int):
+    """Which 32 columns of the tile the sums ``16 n`` … of a thread are of, where it has a quarter of ``GemmSpec.run`` in order."""
+    return n // 2 * 2 + cute.arch.lane_idx() % 4 // 2 if spec.run == 64 else n
+
+
 @cute.jit
-def finish_direct(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor):
-    """:func:`finish` of ``GemmSpec.direct``."""
-    if at.token + HALF <= at.end:
-        store_codes(spec, t, s, at, total, True)
+def finish_direct(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, careful: Int32):
+    """:func:`finish` of ``GemmSpec.direct``. ``careful``: the inverse of the exponents is not in ``total`` yet."""
+    slow = careful != 0
+    if const_expr(spec.wide):
+        # Two values at a time: no sum of products of finite ones is not finite, short of FP32's end, which costs time only.
+        checks = [Float32(0.0) for _ in range(4)]
+        for i in cutlass.range_constexpr(spec.column_tile // 4):
+            checks[i % 4] = total[2 * i] * total[2 * i + 1] + checks[i % 4]
+        check = (checks[0] + checks[1]) + (checks[2] + checks[3])
+        slow = slow | (check - check != 0.0)
+    if slow:
+        store_codes(spec, t, s, at, total, False, careful)
     else:
-        store_codes(spec, t, s, at, total, False)
+        if at.token + HALF <= at.end:
+            store_codes(spec, t, s, at, total, True)
+        else:
+            store_codes(spec, t, s, at, total, False)
 
 
 @cute.jit
-def store_codes(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, whole: cutlass.Constexpr):
-    """Codes of a thread's two rows, eight bytes at a time. ``whole``: all rows of the half are inside."""
+def store_codes(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, whole: cutlass.Constexpr, careful=None):
+    """Codes of a thread's two rows, a quarter of ``GemmSpec.run`` columns at a time. ``whole``: all rows of the half are inside.
+    ``careful``: None if sums are as they are to be rounded, and finite."""
     tid, _, _ = cute.arch.thread_idx()
-    codes, inverse = t.codes, s.inverse
+    codes, inverse, run = t.codes, s.inverse, spec.run
     row0, first_column = tid % 128 // 32 * 16 + tid % 32 // 4, t.column * spec.column_tile
     for r in cutlass.range_constexpr(2):
         token = at.token + row0 + 8 * r
-        for n in cutlass.range_constexpr(spec.column_tile // 32):
-            words = cute.make_rmem_tensor(2, Uint32)
-            for w in cutlass.range_constexpr(2):
-                values = [total[c + 2 * r + 4 * (4 * n + 2 * w + i)] * inverse[n] for i in range(2) for c in range(2)]
-                word = e4m3x4(*[nan_unless_finite(v) for v in values])
+        for n in cutlass.range_constexpr(spec.column_tile // run):
+            factor = Float32(1.0)
+            if const_expr(careful is not None):
+                factor = inverse[block_of(spec, n * run // 32)] if careful != 0 else Float32(1.0)
+            words = cute.make_rmem_tensor(run // 16, Uint32)
+            for w in cutlass.range_constexpr(run // 16):
+                values = [total[c + 2 * r + 4 * (n * run // 8 + 2 * w + i)] for i in range(2) for c in range(2)]
+                if const_expr(careful is not None):
+                    values = [nan_unless_finite(v * factor) for v in values]
+                word = e4m3x4(*values)
                 words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
-            column = first_column + 32 * n
+            column = first_column + run * n
             if const_expr(whole and spec.columns % spec.column_tile == 0):
-                store(words, codes, token, column + 8 * (tid % 4), 8)
+                store(words, codes, token, column + run // 4 * (tid % 4), run // 4)
             else:
                 if (column < spec.columns) & (token < at.limit):
-                    store(words, codes, token, column + 8 * (tid % 4), 8)
+                    store(words, codes, token, column + run // 4 * (tid % 4), run // 4)
 
 
 @cute.jit
-def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, parity: Int32, careful: Int32):
-    """Quantize and store a warpgroup's half tile. ``at``: its place, as ``places.place`` has it, moved to the half. ``careful``: the
-    inverse of the exponents is not in ``total`` yet (``sm90_roles.fold_inverse``)."""
+def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, parity: Int32):
+    """Quantize and store a warpgroup's half tile. ``at``: its place, as ``places.place`` has it, moved to the half."""
     tid, _, _ = cute.arch.thread_idx()
     warp, lane = tid % 128 // 32, tid % 32
     quad = lane % 4
@@ -125,10 +146,6 @@ def finish(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, wg: Int32, par
     inverses, given = [], s.inverse
     for n in cutlass.range_constexpr(spec.column_tile // 32):
         inverses.append(given[n] if const_expr(spec.static) else inverse_of_byte(bytes_[32 * n // spec.width]))
-    if const_expr(spec.folded):  # noqa: SIM102 - one is decided at compile time
-        if careful != 0:
-            for i in cutlass.range_constexpr(spec.column_tile // 2):
-                total[i] = nan_unless_finite(total[i] * inverses[i // 16])
     places = [(j, r) for j in range(0, spec.column_tile // 8, 2) for r in range(2)]
     words = []
     for j, r in places:

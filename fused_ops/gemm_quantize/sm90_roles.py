@@ -11,11 +11,12 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fused_ops.gemm_quantize.config import ITEM_SLOTS
-from fused_ops.gemm_quantize.sm90_epilogue import HALF, finish, finish_direct
+from fused_ops.gemm_quantize.sm90_epilogue import HALF, MEET, block_of, finish, finish_direct
 from fused_ops.places import first_sequence, place
 from fused_ops.rings import release, turn
+from fused_ops.rmsnorm_quantize.arithmetic import bf16x2_mul
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import inverse_of_byte, scale_of_byte, warp_max
+from lp_fa4.common.numbers import bits_of, inverse_of_byte, scale_of_byte, warp_max
 from lp_fa4.common.sequence import GROUP
 from lp_fa4.sm90.wgmma import start
 
@@ -25,6 +26,8 @@ FIELDS = 5
 TURN = 1  # first of two named barriers
 LARGEST_FACTOR = 2.0**80
 """Sums of up to 2^15 pairs of E4M3 of up to 448 stay in FP32 under it."""
+LARGEST_FOLDED = 2.0**24
+"""Inverse of an exponent that a BF16 weight is multiplied by."""
 
 
 @cute.jit
@@ -134,6 +137,60 @@ def fold_inverse(spec: cutlass.Constexpr, t, s) -> Int32:
 
 
 @cute.jit
+def fold_into_weight(spec: cutlass.Constexpr, s) -> Int32:
+    """Multiply the inverse of the result's exponents into the CTA's BF16 weight, in shared memory, by all computing threads.
+
+    Powers of two from 1 to ``LARGEST_FOLDED``: no rounding changes, and a sum that passes FP32's end would have passed it as a code, if not
+    one of terms past 2^104 that cancel. Returns 0; or 1, and nothing is multiplied, where one is not, or an element would pass BF16's end.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    tid, inverse = tid - 128, s.inverse
+    met = cute.make_tensor(s.maxima.iterator, cute.make_layout(8))
+    count = spec.steps * spec.column_tile * 8  # of 16 bytes; whatever the swizzle, they are in their row
+    large = Int32(0)
+    for n in cutlass.range_constexpr(spec.column_tile // 32):
+        if (inverse[n] < 1.0) | (inverse[n] > LARGEST_FOLDED):
+            large = Int32(1)
+    for i in cutlass.range(tid, count, 256, unroll=2):
+        words = folded_words(spec, s, i)
+        for j in cutlass.range_constexpr(4):
+            large = large | ((words[j] & Int32(0x7F807F80)) + Int32(0x00800080)) & Int32(-0x7FFF8000)  # a half of exponent 255
+    large = Int32(1) if cute.arch.vote_any_sync(large != 0) else Int32(0)
+    if tid % 32 == 0:
+        met[tid // 32] = large
+    cute.arch.barrier(barrier_id=MEET, number_of_threads=256)
+    for w in cutlass.range_constexpr(8):
+        large = large | met[w]
+    if large == 0:
+        for i in cutlass.range(tid, count, 256, unroll=2):
+            words = folded_words(spec, s, i)
+            cute.autovec_copy(words, words_of_weight(s, i))
+        cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=MEET, number_of_threads=256)
+    return large
+
+
+def words_of_weight(s, i):
+    """Four words of the weight in shared memory."""
+    at = cute.make_ptr(Int32, Int32(s.w_at.toint()) + 16 * i, cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(at, cute.make_layout(4))
+
+
+@cute.jit
+def folded_words(spec: cutlass.Constexpr, s, i: Int32):
+    """Words ``4 i`` … of the weight over the exponents."""
+    words, inverse = cute.make_rmem_tensor(4, Int32), s.inverse
+    cute.autovec_copy(words_of_weight(s, i), words)
+    row = i // 8 % spec.column_tile
+    block = row // 64 * 2 + row % 8 // 4 if const_expr(spec.run == 64) else row // 32  # in the order of ``sm90.GemmQuantize.ordered``
+    high = bits_of(inverse[block]) & Int32(-65536)  # BF16 of a power of two, twice
+    factor = high | ((high >> 16) & 0xFFFF)
+    for j in cutlass.range_constexpr(4):
+        words[j] = bf16x2_mul(words[j], factor)
+    return words
+
+
+@cute.jit
 def free_stage(spec: cutlass.Constexpr, bars, stage, peer):
     """This warp's products have read a stage of x: whoever writes to it, here and in the other CTA of a pair, may fill it again."""
     cute.arch.sync_warp()
@@ -152,8 +209,9 @@ def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, gr
     row_factor = Float32(1.0)
     if const_expr(spec.x_tokens > 0):
         row_factor = x_factors[group * spec.x_blocks + k * spec.chunk // spec.x_width, slot]
-    for n in cutlass.range_constexpr(tile_blocks):
-        factor = w_factors[n + tile_blocks * (k + spec.chunks * part)]
+    for n in cutlass.range_constexpr(spec.column_tile // 32):
+        block = block_of(spec, n) if const_expr(spec.direct) else n
+        factor = w_factors[block + tile_blocks * (k + spec.chunks * part)]
         if const_expr(spec.x_tokens > 0):
             factor = factor * row_factor
         for i in cutlass.range_constexpr(16 * n, 16 * n + 16):
@@ -230,7 +288,7 @@ def advance(spec: cutlass.Constexpr, stage: Int32, phase: Int32, count: cutlass.
 
 @cute.jit
 def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
-    """Consumer loop of one thread. ``careful``: see ``fold_inverse``."""
+    """Consumer loop of one thread. ``careful``: see ``fold_inverse`` and ``fold_into_weight``."""
     tid, _, _ = cute.arch.thread_idx()
     item = s.item
     wg = cute.arch.make_warp_uniform((tid - 128) // 128)
@@ -250,6 +308,8 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
     slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
     stage, phase = wg * (spec.rounds % spec.stages), wg * (spec.rounds // spec.stages % 2)
     cute.arch.mbarrier_wait(bars.w_full, 0)
+    if const_expr(spec.wide):
+        careful = fold_into_weight(spec, s)
     cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
     token = item[0, slot]
     while token >= 0:
@@ -275,9 +335,9 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
             free_stage(spec, bars, stage, c.peer)
         release(bars.item_empty + slot)
         if const_expr(spec.direct):
-            finish_direct(spec, t, s, at, total)
+            finish_direct(spec, t, s, at, total, careful)
         else:
-            finish(spec, t, s, at, total, wg, parity, careful)
+            finish(spec, t, s, at, total, wg, parity)
         parity = parity ^ 1
         stage, phase = advance(spec, stage, phase, spec.rounds + 1)
         slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
