@@ -22,7 +22,6 @@ def test_emulator_agrees_with_the_gpu(sm90, name, exact):
     for key, found in errors(sm90, name, **(asdict(HOPPER) if exact else {})).items():
         assert found["error"] <= bound, f"{key}: {found}"
         assert bound > 0 or found["differ"] == 0, f"{key}: {found}"
-        assert found.get("flipped", 0) <= 2.0**-3, f"{key}: {found}"
 
 
 def test_fourteen_bits_imitate_the_gpus_fp8_sums_best(sm90):
