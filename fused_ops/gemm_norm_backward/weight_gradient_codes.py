@@ -48,7 +48,7 @@ HEAD = 6
 """The largest codes of a run are multiplied by 2^6: 448 becomes 28,672 of FP16's 65,504."""
 BOX = TILE * 64
 """Bytes of 64 tokens and 64 columns of codes."""
-REGISTERS = {1: (232, 96), 2: (208, 88), 3: (144, 80), 4: (104, 64)}
+REGISTERS = {2: (208, 88), 3: (144, 80), 4: (104, 64)}
 """By the number of computing warpgroups: registers of a computing thread and of one of the first warpgroup."""
 CONVERTERS = 2
 """Warps that make the B operand."""
@@ -207,13 +207,15 @@ class WeightGradientOfCodes:
             codes=Int32(store.codes.data_ptr().toint()),
             operand=Int32(store.operand.data_ptr().toint()),
         )
-        registers = REGISTERS[spec.groups]
+        registers = REGISTERS.get(spec.groups)  # two warpgroups have as many registers each as instructions can name
         if warp < 4:
-            cute.arch.setmaxregister_decrease(registers[1])
+            if const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers[1])
             boxes = store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner)
             self.prepare(t, s, bars, boxes, (dk_atom, t_dk), (xn_atom, t_xn))
         else:
-            cute.arch.setmaxregister_increase(registers[0])
+            if const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers[0])
             thread = mma.get_slice(0)
             b = thread.make_fragment_B(thread.partition_B(store.operand.get_tensor(l_operand.outer, swizzle=l_operand.inner)))
             self.compute(t, s, bars, mma, b)

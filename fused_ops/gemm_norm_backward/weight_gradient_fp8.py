@@ -43,7 +43,7 @@ from lp_fa4.sm90.wgmma import low_half, product
 
 BOX = FP8_STEP * 64
 """Bytes of a step's 64 columns of codes, and of 64 columns of the turned operand."""
-REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
+REGISTERS = {2: (232, 40), 3: (160, 32)}
 """By the number of computing warpgroups: registers of a computing thread and of one of the first warpgroup."""
 TURNERS = 3
 """Warps that turn xn."""
@@ -178,9 +178,10 @@ class WeightGradientFp8(WeightGradientOfCodes):
             codes=Int32(store.codes.data_ptr().toint()),
             operand=Int32(store.operand.data_ptr().toint()),
         )
-        registers = REGISTERS[spec.groups]
+        registers = REGISTERS.get(spec.groups)  # two warpgroups have as many registers each as instructions can name
         if warp < 4:
-            cute.arch.setmaxregister_decrease(registers[1])
+            if const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers[1])
             if warp == 0:
                 boxes = store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner)
                 self.turn(t, s, bars, Int32(6), 2, (boxes, (dk_atom, t_dk), (xn_atom, t_xn)))
@@ -189,7 +190,8 @@ class WeightGradientFp8(WeightGradientOfCodes):
             else:
                 self.turn(t, s, bars, 3 * (warp - 2), 3, None)
         else:
-            cute.arch.setmaxregister_increase(registers[0])
+            if const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers[0])
             thread = mma.get_slice(0)
             b = thread.make_fragment_B(thread.partition_B(store.operand.get_tensor(l_operand.outer, swizzle=l_operand.inner)))
             self.sum_steps(t, s, bars, mma, b)
