@@ -178,9 +178,9 @@ class WeightGradientFp8(WeightGradientOfCodes):
             codes=Int32(store.codes.data_ptr().toint()),
             operand=Int32(store.operand.data_ptr().toint()),
         )
-        registers = REGISTERS.get(spec.groups)  # two warpgroups have as many registers each as instructions can name
+        registers = REGISTERS.get(spec.groups, (0, 0))  # two warpgroups have as many registers each as instructions can name
         if warp < 4:
-            if const_expr(registers is not None):
+            if const_expr(spec.groups in REGISTERS):
                 cute.arch.setmaxregister_decrease(registers[1])
             if warp == 0:
                 boxes = store.codes.get_tensor(l_codes.outer, swizzle=l_codes.inner)
@@ -190,7 +190,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
             else:
                 self.turn(t, s, bars, 3 * (warp - 2), 3, None)
         else:
-            if const_expr(registers is not None):
+            if const_expr(spec.groups in REGISTERS):
                 cute.arch.setmaxregister_increase(registers[0])
             thread = mma.get_slice(0)
             b = thread.make_fragment_B(thread.partition_B(store.operand.get_tensor(l_operand.outer, swizzle=l_operand.inner)))
