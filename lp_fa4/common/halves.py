@@ -70,3 +70,13 @@ def tied(x, earlier, zero):
 def floor(x):
     """Largest integer that is not above an FP32."""
     return Float32(inline_ptx(T.f32(), [x], "cvt.rmi.f32.f32 $0, $1;", "=f,f"))
+
+
+def bits_from(place):
+    """A word whose bits from ``place`` on are set; from 32 on: none. ``place`` >= 0."""
+    return Int32(inline_ptx(T.i32(), [Int32(-1), place], "shl.b32 $0, $1, $2;", "=r,r,r"))
+
+
+def chosen(mask, a, b):
+    """Bits of ``a`` where ``mask`` has ones, else of ``b``: one LOP3."""
+    return Int32(inline_ptx(T.i32(), [mask, a, b], "lop3.b32 $0, $1, $2, $3, 0xca;", "=r,r,r,r"))

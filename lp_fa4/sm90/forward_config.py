@@ -10,8 +10,6 @@ KEY_TILE = 128
 
 PLAIN_TILES = 2
 """Plain V tiles in shared memory, where the kernel turns them itself."""
-TURNING_WARPS = 3
-"""The producer warpgroup's warps that do it."""
 
 FEW_KEYS = 256
 """Keys of a CTA of ``forward_few``."""
@@ -27,6 +25,16 @@ def half_scale(scale: float) -> float:
     """The nearest number with FP16's eleven bits, whatever its exponent: times a power of two it is a FP16 number."""
     mantissa, exponent = math.frexp(scale)
     return math.ldexp(round(mantissa * 2.0**11), exponent - 11)
+
+
+def order_of(head_dim: int, causal: bool, value_scale: int, halves: bool) -> tuple[int, int]:
+    """``lag`` and ``tied`` of a ``ForwardSpec``, as measured (head 64 with FP16 scores: by its order alone): with others ptxas puts most of
+    the exponentials before the hand-over of the turn."""
+    if halves:
+        return (6, 4) if causal or value_scale == 128 else (3, 2)
+    if value_scale == 128:
+        return (6, 2) if causal else (3 if head_dim == 128 else 6, 4)
+    return 4, 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,6 @@ class ForwardSpec:
         together: key tiles whose P V shares an accumulator, with ``halves``.
         tied: of so many runs of 16 keys one has its exponentials held back, by ``lag``.
         lag: groups of four exponentials that may be under way at once; 0 leaves their order to ptxas.
-        registers: of a consumer and of a producer thread.
     """
 
     head_dim: int
@@ -96,12 +103,30 @@ class ForwardSpec:
     together: int = 1
     lag: int = 4
     tied: int = 2
-    registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self) -> None:
         assert not (self.centred and self.causal), "causal rows have no common sum of V"
         assert self.values in ("copied", "plain") and self.stages >= PLAIN_TILES
-        assert not self.halves or (self.key_scale == self.value_scale == self.split_keys == 0), "exponents of tiles have FP32 scores"
+        assert not self.halves or (self.split_keys == 0 and self.key_scale == self.value_scale in (0, 128)), (
+            "exponents of tiles have FP32 scores"
+        )
+        owned = 65536 // self.threads // 8 * 8 * self.threads
+        assert 256 * self.registers[0] + (self.threads - 256) * self.registers[1] <= owned, "a warpgroup would wait for registers for ever"
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the loading warpgroup, two that compute; one that turns V, where FP16 scores leave it the registers."""
+        return 512 if self.turns and self.halves else 384
+
+    @property
+    def turning_warps(self) -> int:
+        """Warps that turn V: a warpgroup, or three beside the one that loads."""
+        return 4 if self.halves else 3
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes, and of the others."""
+        return (224, 32) if self.threads == 512 else (240, 24)
 
     @property
     def turns(self) -> bool:

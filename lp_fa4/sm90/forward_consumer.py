@@ -17,13 +17,14 @@ from cutlass import Boolean, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.halves import pair
+from lp_fa4.common.halves import half_of
 from lp_fa4.common.numbers import exp2, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import EPILOGUE, finish, finish_split, row_numbers
 from lp_fa4.sm90.forward_halves import (
     HalfState,
     exponentiate_halves,
+    half_factor,
     mask_halves,
     move_halves,
     past_range,
@@ -109,8 +110,11 @@ def mask_tile(spec: cutlass.Constexpr, c, scores, tile: Int32, limits, qi: Int32
         if const_expr(spec.causal):  # read again: they would hold registers all through the loop over whole tiles
             item = c.s.item[None, qi]
             limit0, limit1 = tile_limits(spec, item[2] + c.row, item[4], item[6])
-        mask = mask_halves if const_expr(halves) else mask_scores
-        mask(scores, c.column, limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE)
+        limit0, limit1 = limit0 - tile * KEY_TILE, limit1 - tile * KEY_TILE
+        if const_expr(halves):
+            mask_halves(spec, scores, c.column, limit0, limit1)
+        else:
+            mask_scores(scores, c.column, limit0, limit1)
 
 
 @cute.jit
@@ -268,28 +272,41 @@ def next_halves(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutl
     if const_expr(partial is None):
         partial = cute.make_rmem_tensor(c.out_shape, Float32)
     issue_products(spec, c, c.mma.halves, raw, partial, work, ring, opens)
+    scale, _, exponent = factors_of(spec, factor, c.s.exponents, ring[0][0])
     warpgroup.wait_group(1)
-    release(barrier_at(spec, ring[0], K_EMPTY))
+    release(barrier_at(spec, ring[0], K_EMPTY), spec.scaled)
+    if const_expr(spec.key_scale > 0):
+        factor2 = half_factor(scale[0])
+        factor = half_of(factor2, 0)
     scores = cute.recast_tensor(raw, Int32)
     factors = cute.make_rmem_tensor(2, Float32)
+    if const_expr(not whole or spec.value_scale > 0):
+        take_factors(spec, state, factors)
+        state.exponents[1] = exponent
     if const_expr(not whole):
         mask_tile(spec, c, scores, tile, limits, qi, True)
         for r in cutlass.range_constexpr(2):
             move_halves(spec, scores, state, factor, r, spec.growth)
-            factors[r] = state.alpha[r]
     ready = end_products(spec, c, ring, following)
-    if const_expr(whole and closes):
-        add(c.total, partial)
-    exponentiate_halves(spec, scores, c.codes, state, factor2, (partial[0], c.t.zero), whole)
-    if const_expr(not whole):  # the partial O is in the units before the move
-        add(c.total, partial)
-        rescale(c.total, factors)
-    else:
+    after = (partial[0], c.t.zero)
+    if const_expr(whole):
+        if const_expr(spec.value_scale > 0):
+            add_partial(spec, c.total, partial, factors)
+        elif const_expr(closes):
+            add(c.total, partial)
+        exponentiate_halves(spec, scores, c.codes, state, factor2, after, True)
         if cute.arch.vote_any_sync(past_range(spec, state)):
             retry_halves(spec, scores, c.codes, state, factor, factor2)
-            rescale(c.total, state.alpha)
-            if const_expr(not closes):
-                rescale(partial, state.alpha)
+            rescale(state, [c.total] if const_expr(closes) else [c.total, partial])
+    else:
+        if const_expr(spec.causal):
+            exponentiate_halves(spec, scores, c.codes, state, factor2, after, False)
+        else:
+            if limits[2] - tile * KEY_TILE <= KEY_TILE // 2:
+                exponentiate_halves(spec, scores, c.codes, state, factor2, after, False, 4)
+            else:
+                exponentiate_halves(spec, scores, c.codes, state, factor2, after, False)
+        add_partial(spec, c.total, partial, factors)
     take_halves(state)
     return following, ring[0], ready
 
@@ -302,31 +319,39 @@ def add(total: cute.Tensor, partial: cute.Tensor):
 
 
 @cute.jit
-def tiles_of_item(spec: cutlass.Constexpr, c, item, numbers, query, place, halves: cutlass.Constexpr):
+def tiles_of_item(spec: cutlass.Constexpr, c, item, numbers, query, place, halves: cutlass.Constexpr, scores=None):
     """Scores, softmax and P V of an item's tiles but for the last one's P V, whose codes are left. Returns ``ring`` as behind a turn.
 
-    ``numbers``: of ``start_item``; ``query``: (stage of the item, its Q's descriptor).
+    ``numbers``: of ``start_item``; ``query``: (stage of the item, its Q's descriptor). ``halves``: with FP16 scores; the
+    first tile's are in ``scores``.
     """
     first, tiles, limit0, limit1, lowest, factor = numbers
     qi, q_low = query
     limits = (limit0, limit1, lowest)
-    cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
-    scores = cute.make_rmem_tensor(c.score_shape, Float16 if const_expr(halves) else Float32)
-    issue(c.mma.halves if const_expr(halves) else c.mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
+    if const_expr(not halves):
+        cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
+        scores = cute.make_rmem_tensor(c.score_shape, Float32)
+        issue(c.mma.qk, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
     tile_factors = factors_of(spec, factor, c.s.exponents, place[0])
-    warpgroup.wait_group(0)
+    if const_expr(not halves):
+        warpgroup.wait_group(0)
     release(barrier_at(spec, place, K_EMPTY), spec.scaled)
     ring = (next_place(spec, place), place, Boolean(False))
     begin, end = first + 1, first + tiles
     whole = cutlass.max(cutlass.min(end, lowest // KEY_TILE), begin)
     if const_expr(halves):
-        factor2 = pair(factor)
+        factor2 = half_factor(tile_factors[0][0])
+        first_factor = half_of(factor2, 0)
         words = cute.recast_tensor(scores, Int32)
         if (first + 1) * KEY_TILE > lowest:
-            mask_halves(words, c.column, limit0 - first * KEY_TILE, limit1 - first * KEY_TILE)
-        start_halves(spec, words, c.state, factor, item[6])
-        exponentiate_halves(spec, words, c.codes, c.state, factor2, None, False)
+            mask_halves(spec, words, c.column, limit0 - first * KEY_TILE, limit1 - first * KEY_TILE)
+            start_halves(spec, words, c.state, first_factor, item[6])
+            exponentiate_halves(spec, words, c.codes, c.state, factor2, None, False)
+        else:
+            start_halves(spec, words, c.state, first_factor, item[6])
+            exponentiate_halves(spec, words, c.codes, c.state, factor2, None, True)
         take_halves(c.state)
+        c.state.exponents[0], c.state.exponents[1] = tile_factors[2], tile_factors[2]
         work = (limits, factor, qi, q_low, factor2)
         if const_expr(spec.together > 1):
             groups = (whole - begin) // spec.together
@@ -341,7 +366,6 @@ def tiles_of_item(spec: cutlass.Constexpr, c, item, numbers, query, place, halve
         for tile in cutlass.range(whole, end, unroll=1):
             ring = next_halves(spec, c, tile, work, ring, False)
         settle(spec, c.state)
-        c.state.alpha.fill(1.0)
     else:
         if const_expr(spec.halves):
             c.state.cut[0] = Float32(0.0)
@@ -412,9 +436,14 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         query = (qi, q_first + qi * (QUERY_TILE * spec.head_dim // 16))
         ring = (place, place, Boolean(False))
         if const_expr(spec.halves):
-            rows = q_rows + qi * (QUERY_TILE * spec.head_dim)
-            if rows_fit(spec, rows, item[4] - item[2] - wg * 64, numbers[5], Int32(EPILOGUE) + wg):
-                ring = tiles_of_item(spec, c, item, numbers, query, place, True)
+            cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
+            scores = cute.make_rmem_tensor(score_shape, Float16)
+            issue(mma.halves, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
+            rows = (q_rows + qi * (QUERY_TILE * spec.head_dim), item[4] - item[2] - wg * 64)
+            fit = rows_fit(spec, t, item, rows, numbers[5], Int32(EPILOGUE) + wg)  # under the product
+            warpgroup.wait_group(0)
+            if fit:
+                ring = tiles_of_item(spec, c, item, numbers, query, place, True, scores)
             else:
                 ring = tiles_of_item(spec, c, item, numbers, query, place, False)
         else:

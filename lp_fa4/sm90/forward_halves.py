@@ -23,8 +23,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.halves import add2, e4m3_of, exp2_2, floor, fma2, half_of, max2, max3_2, mul2, pair, tied
-from lp_fa4.common.numbers import absolute, bits_of, exp2, inline_ptx, log2, quad_max, quad_sum
+from lp_fa4.common.halves import add2, bits_from, chosen, e4m3_of, exp2_2, floor, fma2, half_of, max2, max3_2, mul2, pair, tied
+from lp_fa4.common.numbers import absolute, bits_of, exp2, inline_ptx, log2, quad_max, quad_sum, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE
 from lp_fa4.sm90.forward_softmax import RowState
 
@@ -32,7 +32,8 @@ COLUMN_PAIRS = KEY_TILE // 8
 LARGEST_ROW = 145.0
 """Of the magnitudes of a row's codes, as ``rows_fit`` adds them up: its FP16 sums may be off by 0.7."""
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-14, 1.0
-"""From scores to log2 units: FP16 has all of its bits, and what it rounds off a score of usual codes stays small."""
+"""From scores to log2 units: what FP16 rounds off a score of usual codes stays small, and a static factor keeps all of its bits (a
+tile's may be smaller: an exponent of P is then off by 2^-9 at most)."""
 FINE = 2000.0
 """Up to here FP16 holds an offset to within 1/2; beyond it multiples of 32 are taken."""
 LARGEST_P = 430.5
@@ -66,12 +67,19 @@ class HalfState(RowState):
 
 
 @cute.jit
-def rows_fit(spec: cutlass.Constexpr, tile: Int32, rows: Int32, factor: Float32, barrier: Int32):
+def rows_fit(spec: cutlass.Constexpr, t, item, warpgroup_rows, factor: Float32, barrier: Int32):
     """Whether FP16 holds every score of a warpgroup's rows, and their factor. Called by all its threads.
 
-    ``tile``: address of the warpgroup's 64 rows of Q in shared memory; ``rows``: so many of them are the sequence's.
+    ``warpgroup_rows``: (address of the 64 rows of Q in shared memory, how many of them are the sequence's). ``factor``: from scores to
+    log2 units, without K's exponents where these are a tile's: then the largest of the whole sequence counts.
     """
+    tile, rows = warpgroup_rows
     thread = cute.arch.thread_idx()[0] % 128
+    if const_expr(spec.key_scale > 0):
+        byte, row0 = Int32(0), item[5] // 32 + item[0]
+        for i in cutlass.range(thread, cute.ceil_div(item[6], KEY_TILE), 128, unroll=1):
+            byte = cutlass.max(byte, Int32(t.k_scale[row0 + (KEY_TILE // 32) * i, item[1] // spec.group]))
+        factor = factor * scale_of_byte(byte)
     row, part = thread // 2, thread % 2
     chunks = spec.head_dim // 32  # 16 bytes each: half a row
     sums = [None] * 4
@@ -87,7 +95,9 @@ def rows_fit(spec: cutlass.Constexpr, tile: Int32, rows: Int32, factor: Float32,
     norm = half_of(total, 0) + half_of(total, 1)
     norm = norm + cute.arch.shuffle_sync_bfly(norm, offset=1)
     fits = (row >= rows) | (norm <= LARGEST_ROW)  # not of a NaN
-    fits = fits & (factor <= LARGEST_FACTOR) & (factor >= SMALLEST_FACTOR)
+    fits = fits & (factor <= LARGEST_FACTOR)
+    if const_expr(spec.key_scale == 0):
+        fits = fits & (factor >= SMALLEST_FACTOR)
     return cute.arch.vote_any_sync(all_of(barrier, fits))  # a vote's result is the warp's: descriptors keep their uniform registers
 
 
@@ -104,15 +114,13 @@ def all_of(barrier, fits):
 
 
 @cute.jit
-def mask_halves(scores, column: Int32, limit0: Int32, limit1: Int32):
+def mask_halves(spec: cutlass.Constexpr, scores, column: Int32, limit0: Int32, limit1: Int32):
     """As ``mask_scores``."""
-    limits = (limit0, limit1)
+    limits = (limit0,) if const_expr(not spec.causal) else (limit0, limit1)
     for j in cutlass.range_constexpr(COLUMN_PAIRS):
+        hidden = [bits_from(16 * cutlass.max(limit - column - 8 * j, 0)) for limit in limits]
         for r in cutlass.range_constexpr(2):
-            left = limits[r] - (8 * j + column)
-            word = scores[2 * j + r]
-            one = (word & 0xFFFF) | Int32(0xFC000000 - (1 << 32))
-            scores[2 * j + r] = word if left > 1 else (one if left == 1 else Int32(INFINITY))
+            scores[2 * j + r] = chosen(hidden[r % len(hidden)], Int32(INFINITY), scores[2 * j + r])
 
 
 @cute.jit
@@ -127,12 +135,18 @@ def largest_half(scores, r: cutlass.Constexpr, scale: Float32):
 
 @cute.jit
 def mean_half(scores, r: cutlass.Constexpr, scale: Float32, keys: Int32):
-    """Mean of the scaled scores of the first tile's keys; 0 of no key."""
+    """Mean of the scaled scores of the first tile's keys; 0 of no key. Of a whole tile in FP16: a centre may be any number."""
     total = Float32(0.0)
-    for j in cutlass.range_constexpr(COLUMN_PAIRS):
-        for c in cutlass.range_constexpr(2):
-            value = half_of(scores[2 * j + r], c)
-            total = total + (Float32(0.0) if value == -Float32.inf else value)
+    if keys >= KEY_TILE:
+        sums = [Int32(0), Int32(0)]
+        for j in cutlass.range_constexpr(COLUMN_PAIRS):
+            sums[j % 2] = fma2(scores[2 * j + r], Int32(packed(1.0 / 16)), sums[j % 2])  # at most 8 / 16 of a score
+        total = (half_of(sums[0], 0) + half_of(sums[0], 1) + half_of(sums[1], 0) + half_of(sums[1], 1)) * 16.0
+    else:
+        for j in cutlass.range_constexpr(COLUMN_PAIRS):
+            for c in cutlass.range_constexpr(2):
+                value = half_of(scores[2 * j + r], c)
+                total = total + (Float32(0.0) if value == -Float32.inf else value)
     count = cutlass.max(cutlass.min(keys, KEY_TILE), 1)
     return quad_sum(total) * scale * cute.arch.rcp_approx(Float32(count))
 
@@ -164,6 +178,13 @@ def start_halves(spec: cutlass.Constexpr, scores, state, scale: Float32, keys: I
 
 
 @cute.jit
+def half_factor(factor: Float32):
+    """A factor as FP16, twice; never 0, or a masked score of -inf would become NaN."""
+    word = pair(factor)
+    return Int32(0x00010001) if word == 0 else word
+
+
+@cute.jit
 def move_halves(spec: cutlass.Constexpr, scores, state, scale: Float32, r: cutlass.Constexpr, growth: cutlass.Constexpr):
     """Row r's reference moved to the tile's largest score if that exceeds it by ``growth``; ``alpha`` set, what is kept follows."""
     high = quad_max(largest_half(scores, r, scale))
@@ -177,17 +198,19 @@ def move_halves(spec: cutlass.Constexpr, scores, state, scale: Float32, r: cutla
 
 
 @cute.jit
-def exponentiate_halves(spec: cutlass.Constexpr, scores, codes, state, scale: Int32, after, whole: cutlass.Constexpr):
+def exponentiate_halves(
+    spec: cutlass.Constexpr, scores, codes, state, scale: Int32, after, whole: cutlass.Constexpr, runs: cutlass.Constexpr = 8
+):
     """Scores to P, P minus the centre to codes; ``tile_sum`` and ``top`` of P. Scores stay. ``scale``: the factor, twice. ``whole``: no
     score is masked; then what was taken off P counts as often in the sum. (Of masked ones that would leave rounding errors of zeros.)
-    ``after``: as in ``exponentiate``, and so is the order of codes."""
+    ``after``, ``runs``: as in ``exponentiate``, and so is the order of codes."""
     gain = Int32(packed(2.0**spec.p_log2))
     offsets = [state.offset[r] for r in range(2)]
     if const_expr(after is not None):
         offsets = [tied(x, bits_of(after[0]), after[1]) for x in offsets]
     sums = [[None, None], [None, None]]
     tops, made = [state.top[r] for r in range(2)], []
-    for q in cutlass.range_constexpr(8):
+    for q in cutlass.range_constexpr(runs):
         for r in cutlass.range_constexpr(2):
             if const_expr(after is not None and len(made) >= spec.lag > 0 and q % spec.tied == 0):
                 offsets[r] = tied(offsets[r], made[len(made) - spec.lag], after[1])
@@ -201,6 +224,8 @@ def exponentiate_halves(spec: cutlass.Constexpr, scores, codes, state, scale: In
             sums[r][q % 2] = part if const_expr(q < 2) else add2(sums[r][q % 2], part)
             made.append(e4m3_of(taken[0], taken[1]))
             codes[r + 2 * q] = made[-1]
+    for i in cutlass.range_constexpr(2 * runs, 16):
+        codes[i] = Int32(0)
     for r in cutlass.range_constexpr(2):
         total = add2(sums[r][0], sums[r][1])
         state.top[r] = tops[r]
@@ -226,10 +251,13 @@ def retry_halves(spec: cutlass.Constexpr, scores, codes, state, scale: Float32, 
 
 
 @cute.jit
-def rescale(total, factors):
-    """Rows of an accumulator times ``factors``."""
-    for i in cutlass.range_constexpr(cute.size(total)):
-        total[i] = total[i] * factors[i // 2 % 2]
+def rescale(state, totals: cutlass.Constexpr):
+    """Accumulators brought to the moved references; then no move is pending."""
+    for total in totals:
+        for i in cutlass.range_constexpr(cute.size(total)):
+            total[i] = total[i] * state.alpha[i // 2 % 2]
+    for r in cutlass.range_constexpr(2):
+        state.alpha[r] = Float32(1.0)
 
 
 @cute.jit

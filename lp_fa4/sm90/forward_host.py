@@ -12,7 +12,7 @@ from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.ops import problem_features
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, WIDER, FewSpec, ForwardSpec, half_scale
+from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, WIDER, FewSpec, ForwardSpec, half_scale, order_of
 from lp_fa4.sm90.operands import MXTensorWithCopy
 
 HEAD_DIMS = (64, 128)
@@ -130,7 +130,8 @@ def split_keys_of(problem: AttentionProblem) -> int:
 def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, values: str) -> ForwardSpec:
     query, key, value = blocks
     split = split_keys_of(problem)
-    halves = key == 0 and value == 0 and split == 0
+    halves = key == value and value in (0, 128) and split == 0
+    lag, tied = order_of(problem.head_dim, problem.causal, value, halves)
     return ForwardSpec(
         head_dim=problem.head_dim,
         group=problem.group,
@@ -147,11 +148,12 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
         halves=halves,
-        together=2 if halves and values == "plain" else 1,
-        retries=problem.causal or (value != 128 and not problem.shared_q),  # as measured, and so are the next two:
-        # with another lag ptxas puts most of the exponentials before the hand-over of the turn
-        tied=1 if halves and problem.causal else 4 if value == 128 and not problem.causal else 2,
-        lag=2 if halves and problem.causal else 4 if value != 128 else 3 if problem.head_dim == 128 and not problem.causal else 6,
+        together=2
+        if halves and values == "plain" and value == 0 and problem.centred
+        else 1,  # FP8 sums of P that is positive lose too much
+        retries=problem.causal or (value != 128 and not problem.shared_q),  # as measured
+        lag=lag,
+        tied=tied,
     )
 
 

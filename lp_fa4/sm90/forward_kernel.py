@@ -2,7 +2,7 @@
 ``forward_consumer``.
 
 Q and K are E4M3 rows ``[tokens, heads, D]``; so is V, or else V^T is the copy of ``transpose`` in "accumulator" order. A persistent CTA
-draws work items (``worklist``); one warp loads by TMA, three turn a plain V (``forward_turn``), two warpgroups compute. What lies beyond
+draws work items (``worklist``); one warp loads by TMA, others turn a plain V (``forward_turn``), two warpgroups compute. What lies beyond
 a sequence's end in a K tile is masked, in a tile of V zeroed, in a Q tile not stored.
 """
 
@@ -16,12 +16,13 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import LayoutEnum
 
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES, QUERY_TILE, TURNING_WARPS, ForwardSpec
+from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES, QUERY_TILE, ForwardSpec
 from lp_fa4.sm90.forward_consumer import consume
 from lp_fa4.sm90.forward_producer import ITEM, produce
 from lp_fa4.sm90.forward_turn import turn_values
 
 THREADS = 384
+"""Without a warpgroup that turns V."""
 
 
 def shared_layout(dtype, shape, inner: int):
@@ -112,7 +113,7 @@ class Forward:
             q_scale, k_scale, v_scale, v_sum, v_mean,
             out, centred, lse, maximum, total, parts, part_stats,
             records, state, scale_log2, stretch, zero, l_q, l_k, l_v, l_p, l_o,
-        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -193,7 +194,7 @@ class Forward:
                     cute.arch.mbarrier_init(bars.q_empty + i, 8)
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(bars.k_full + i, 2 if spec.scaled else 1)
-                    cute.arch.mbarrier_init(bars.v_full + i, TURNING_WARPS if spec.turns else 1)
+                    cute.arch.mbarrier_init(bars.v_full + i, spec.turning_warps if spec.turns else 1)
                     for empty in (bars.k_empty, bars.v_empty):
                         cute.arch.mbarrier_init(empty + i, 8)
                 for i in cutlass.range_constexpr(PLAIN_TILES):
@@ -225,8 +226,12 @@ class Forward:
             cute.arch.setmaxregister_decrease(spec.registers[1])
             if warp == 0:
                 produce(spec, t, s, bars)
-            elif const_expr(spec.turns):
+            elif const_expr(spec.turns and spec.threads == THREADS):
                 turn_values(spec, s, bars, warp - 1)
+        elif warp >= THREADS // 32:
+            cute.arch.setmaxregister_decrease(spec.registers[1])
+            if const_expr(spec.threads > THREADS):
+                turn_values(spec, s, bars, warp - THREADS // 32)
         else:
             cute.arch.setmaxregister_increase(spec.registers[0])
             store = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), BFloat16), mma_out)

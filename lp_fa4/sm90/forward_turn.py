@@ -1,9 +1,9 @@
-"""Three warps of the forward's producer warpgroup that turn V's tiles, where it has no copy with tokens innermost.
+"""Warps of the forward that turn V's tiles, where it has no copy with tokens innermost: three of the producer warpgroup, or a warpgroup.
 
 A tile ``[128 keys, D]`` becomes a stage of V^T ``[D, 128]``, each run of 16 keys in the accumulator's order, in blocks of 16 keys x 32
 columns: a 16-bit transposing ``ldmatrix``, four byte permutations and a ``stmatrix``. A word that was loaded holds two columns, of which
 the upper half of the lanes stores the second first: so the eight rows that go out together lie in all eight chunks of the swizzle.
-A warp takes whole columns of blocks, whose addresses differ by constants, and every third block of the columns that are left.
+A warp takes whole columns of blocks, whose addresses differ by constants, and its share of the blocks of the columns that are left.
 """
 
 import cutlass
@@ -13,7 +13,7 @@ from cutlass import Int32, Uint32, const_expr
 from lp_fa4.common.numbers import effect, pick
 from lp_fa4.sm90.backward_load import load_transposed
 from lp_fa4.sm90.backward_ops import advance, arrive
-from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES, TURNING_WARPS
+from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES
 
 BARRIER = 10
 RUNS = KEY_TILE // 16
@@ -23,10 +23,10 @@ IN_FLIGHT = 3
 
 @cute.jit
 def turn_values(spec: cutlass.Constexpr, s, bars, warp: Int32):
-    """Loop of one of the warps; ends with the producer's record of -1 valid keys. ``warp``: 0, 1 or 2."""
-    head_dim = spec.head_dim
+    """Loop of one of the warps; ends with the producer's record of -1 valid keys. ``warp``: its number among them."""
+    head_dim, warps = spec.head_dim, spec.turning_warps
     tile_bytes = KEY_TILE * head_dim
-    column = warp if const_expr(own_columns(head_dim) > 0) else Int32(0)
+    column = warp if const_expr(own_columns(head_dim, warps) > 0) else Int32(0)
     plain = Int32(s.plain.iterator.toint())
     source, target = plain + loaded_from(column, head_dim), Int32(s.v.iterator.toint()) + stored_to(column)
     valids, selector = s.valid, selector_of()
@@ -35,9 +35,9 @@ def turn_values(spec: cutlass.Constexpr, s, bars, warp: Int32):
     valid = valids[buffer]
     while valid >= 0:
         if valid < KEY_TILE:
-            clear_rows(plain + buffer * tile_bytes, valid, warp, head_dim)
+            clear_rows(plain + buffer * tile_bytes, valid, warp, head_dim, warps)
         cute.arch.mbarrier_wait(bars.v_empty + stage, empty)
-        turn_tile(head_dim, source + buffer * tile_bytes, target + stage * tile_bytes, column, warp, selector)
+        turn_tile(head_dim, source + buffer * tile_bytes, target + stage * tile_bytes, column, warp, selector, warps)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         arrive(bars.v_full + stage)
@@ -66,34 +66,37 @@ def stored_to(column):
     return (32 * column + d) * KEY_TILE + ((d & 7) << 4)
 
 
-def own_columns(head_dim: int) -> int:
+def own_columns(head_dim: int, warps: int) -> int:
     """Columns of blocks that are a warp's as a whole."""
-    return head_dim // 32 // TURNING_WARPS * TURNING_WARPS
+    return head_dim // 32 // warps * warps
 
 
 @cute.jit
-def clear_rows(tile: Int32, valid: Int32, warp: Int32, head_dim: cutlass.Constexpr):
+def clear_rows(tile: Int32, valid: Int32, warp: Int32, head_dim: cutlass.Constexpr, warps: cutlass.Constexpr):
     """Zero a plain tile from key ``valid`` on: other sequences' keys, whose NaN codes would meet P = 0. Called by all the warps."""
     zero, chunks = Uint32(0), head_dim // 16
-    for i in cutlass.range(valid * chunks + 32 * warp + cute.arch.lane_idx(), KEY_TILE * chunks, 32 * TURNING_WARPS, unroll=1):
+    for i in cutlass.range(valid * chunks + 32 * warp + cute.arch.lane_idx(), KEY_TILE * chunks, 32 * warps, unroll=1):
         effect([tile + 16 * i, zero, zero, zero, zero], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
-    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=32 * TURNING_WARPS)
+    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=32 * warps)
 
 
 @cute.jit
-def turn_tile(head_dim: cutlass.Constexpr, source: Int32, target: Int32, column: Int32, warp: Int32, selector: Int32):
+def turn_tile(
+    head_dim: cutlass.Constexpr, source: Int32, target: Int32, column: Int32, warp: Int32, selector: Int32, warps: cutlass.Constexpr
+):
     """This warp's blocks of a tile. ``source``, ``target``: this lane's addresses in the first block of ``column``."""
-    last = RUNS // TURNING_WARPS * TURNING_WARPS
-    own = [(source + run * (16 * head_dim), target ^ (run << 4)) for run in range(RUNS)] if own_columns(head_dim) > 0 else []
-    turn_blocks(own + shared_blocks(head_dim, source, target, column, warp, range(0, last, TURNING_WARPS)), selector)
-    if last + warp < RUNS:
-        turn_blocks(shared_blocks(head_dim, source, target, column, warp, [last]), selector)
+    last = RUNS // warps * warps
+    own = [(source + run * (16 * head_dim), target ^ (run << 4)) for run in range(RUNS)] if own_columns(head_dim, warps) > 0 else []
+    turn_blocks(own + shared_blocks(head_dim, source, target, column, warp, range(0, last, warps), warps), selector)
+    if const_expr(last < RUNS):  # noqa: SIM102
+        if last + warp < RUNS:
+            turn_blocks(shared_blocks(head_dim, source, target, column, warp, [last], warps), selector)
 
 
-def shared_blocks(head_dim: int, source, target, column, warp, first_runs):
-    """(address to load from, to store to) of the columns that the warps share: this warp's block of each three runs."""
+def shared_blocks(head_dim: int, source, target, column, warp, first_runs, warps: int):
+    """(address to load from, to store to) of the columns that the warps share: this warp's block of as many runs as there are warps."""
     blocks = []
-    for other in range(own_columns(head_dim), head_dim // 32):
+    for other in range(own_columns(head_dim, warps), head_dim // 32):
         start, end = (source ^ ((column ^ other) << 5)) + warp * (16 * head_dim), target + (other - column) * (32 * KEY_TILE)
         blocks += [(start + first * (16 * head_dim), end ^ ((first + warp) << 4)) for first in first_runs]
     return blocks

@@ -57,7 +57,7 @@ CASES = {
 CASES |= {
     f"{name}, bounded": dataclasses.replace(case, bounded=True)
     for name, case in CASES.items()
-    if case.block == "static" and "few" not in name
+    if case.block in ("static", (128, 128)) and "few" not in name
 }
 
 
@@ -65,13 +65,16 @@ CASES |= {
 def test_error(name):
     problem = CASES[name].make()
     result = run(problem)
-    print(name, check(problem, result))
+    # FP16 scores are rounded to 2^-11 of themselves, and so is their factor; where these are large the LSE shows it
+    largest = float(exact(problem)[1].nan_to_num(neginf=0.0).abs().max()) if CASES[name].bounded and problem.rows else 0.0
+    print(name, check(problem, result, lse_tolerance=max(4e-3, 2.0**-10 * largest)))
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.block != (32, 32)])
 def test_copied_values(name):
-    """V^T from memory or made by the kernels: the same bits."""
+    """V^T from memory or made by the kernels: the same bits. With FP16 scores P V of two tiles is in one FP8 accumulator where V is
+    turned and P centred, and only there; it cuts its sums at 2^-13 then at other places."""
     from lp_fa4.sm90.operands import MXTensorWithCopy
     from lp_fa4.sm90.transpose import transposed_copy
 
@@ -79,8 +82,10 @@ def test_copied_values(name):
     v, offsets = problem.v, problem.offsets_k
     copied = MXTensorWithCopy(v.payload, v.scale, v.block, v.offsets, v.token_dim, transposed_copy(v.codes, offsets, "accumulator"))
     plain, other = run(problem), run(dataclasses.replace(problem, v=copied))
-    for field in ("out", "centred_out", "lse", "row_max", "row_sum"):
+    pairs = CASES[name].bounded and CASES[name].block == "static" and problem.centred
+    for field in ("lse", "row_max", "row_sum") if pairs else ("out", "centred_out", "lse", "row_max", "row_sum"):
         assert torch.equal(getattr(plain, field), getattr(other, field)), field
+    assert relative(plain.centred_out, other.centred_out.double()) <= 2.0**-9  # half of BF16's last place
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
@@ -99,6 +104,18 @@ def test_scales_per_sequence(scale, block):
         if HOSTILE[b]:
             rows = slice(33 * b, 33 * (b + 1))
             assert relative(result.out[rows], truth[rows]) < 0.05
+
+
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**-14, 1.0, 2.0**14])
+def test_factors_of_tiles(scale):
+    """One tile of keys far smaller or larger than the rest: scores from nothing to one key that takes a row."""
+
+    def edit(q, k, v, offsets):
+        k[128:256] *= scale
+
+    problem = Case((520, 100), queries=100, block=(128, 128), shared=False, bounded=True).make(2, edit)
+    _, lse = exact(problem)
+    check(problem, run(problem), lse_tolerance=max(4e-3, 2.0**-9 * float(lse.abs().max())))
 
 
 @pytest.mark.parametrize("block", ["static", (128, 128), (32, 128)])
@@ -133,7 +150,7 @@ def test_rising_maximum():
         check(problem, run(problem))
 
 
-@pytest.mark.parametrize("block, bounded", [("static", False), ("static", True), ((128, 128), False)])
+@pytest.mark.parametrize("block, bounded", [("static", False), ("static", True), ((128, 128), False), ((128, 128), True)])
 @pytest.mark.parametrize("centred", [True, False])
 def test_rows_that_leave_the_range_of_fp16(block, bounded, centred):
     """Whole tiles are done without maxima, and again where a P was FP16's infinity: rows that rise a little, just under and over that

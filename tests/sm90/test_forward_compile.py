@@ -13,20 +13,24 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
 pytest.importorskip("triton", reason="its package carries the disassembler")
 
+from lp_fa4.sm90.forward_config import order_of
+
 VARIANTS = [
     {"head_dim": 128, "retries": False, "halves": True},
-    {"head_dim": 128, "centred": False, "mean": False, "causal": True, "shared": False, "group": 4, "halves": True, "lag": 2, "tied": 1},
-    {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 3, "tied": 4, "retries": False},
+    {"head_dim": 128, "centred": False, "mean": False, "causal": True, "shared": False, "group": 4, "halves": True},
+    {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "retries": False, "halves": True},
     {"head_dim": 128, "key_scale": 32, "value_scale": 32, "query_static": False, "shared": False},
     {"head_dim": 128, "split_keys": 1024},
     {"head_dim": 128, "keep": False, "values": "plain", "retries": False, "halves": True, "together": 2},
-    {"head_dim": 64, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "lag": 6, "tied": 4, "retries": False},
+    {"head_dim": 64, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "retries": False, "halves": True},
     {"head_dim": 64, "values": "plain", "retries": False, "halves": True, "together": 2},
 ]
-LOCAL = 40
+for _v in VARIANTS:
+    _v["lag"], _v["tied"] = order_of(_v["head_dim"], "causal" in _v, _v.get("value_scale", 0), "halves" in _v)
+LOCAL = 64
 """Words parked outside the loop: once a work item."""
 LOCAL_IN_LOOP = 4
-INSTRUCTIONS = [400, 371, 505, 607, 492, 404, 458, 368]
+INSTRUCTIONS = [402, 373, 417, 607, 492, 402, 372, 361]
 """Of a warp, a tile."""
 IN_TURN = 32
 """Exponentials that ptxas may place before the hand-over of the turn. All 64: a quarter slower, and nothing else shows it."""
@@ -42,7 +46,7 @@ def test_main_loop(tmp_path):
         steps = r["variant"]["head_dim"] // 32 + 4  # k-steps of Q K and of P V
         resumes = r["variant"].get("split_keys", 0) > 0
         folded = r["variant"].get("value_scale", 0) == 32
-        turned = {64: 6, 128: 11}[r["variant"]["head_dim"]] if r["variant"].get("values") == "plain" else 0
+        turned = {64: 4, 128: 8}[r["variant"]["head_dim"]] if r["variant"].get("values") == "plain" else 0
         assert r["turned"] == turned and r["turned_stores"] >= turned, r
         halves, together = r["variant"].get("halves", False), r["variant"].get("together", 1)
         loops = 2 + (together if together > 1 else 0)  # with FP16 scores: of whole tiles (groups, the rest), of cut ones
@@ -51,7 +55,8 @@ def test_main_loop(tmp_path):
         assert r["loop_local"] <= LOCAL_IN_LOOP and r["local"] <= LOCAL, r
         assert r["loop"] <= INSTRUCTIONS[i] and r["loop_exp2_in_turn"] <= IN_TURN, r
         assert r["loop_exp2"] <= 64 + 16 and r["loop_conversions"] == 32, r
-        assert r["loop_shuffles"] == (4 if folded else 0) and r["loop_permutes"] == (32 if halves else 0), r
+        assert r["loop_shuffles"] == (4 if folded else 0), r
+        assert r["loop_permutes"] == (32 + int(r["variant"].get("key_scale", 0) > 0) if halves else 0), r
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
