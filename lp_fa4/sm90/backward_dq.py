@@ -34,6 +34,7 @@ from lp_fa4.sm90.backward_ops import (
     effect,
     f16x2,
     half2,
+    leave_keys,
     reciprocal_power,
     rescale_codes,
     shared_floats,
@@ -65,11 +66,12 @@ def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
                 top = largest_scale(spec, item)
                 silent = item.tag if const_expr(spec.instead) else Int32(0)
                 cute.arch.barrier(barrier_id=BARRIER_DQ, number_of_threads=32 * WARPS)  # every warp is done with the K^T before
-                source = w.k_address + kv * (KEY_TILE * spec.head_dim)
+                source = w.k_address + (kv if const_expr(spec.key_stages == 2) else 0) * (KEY_TILE * spec.head_dim)
                 left = item.klen - item.n * KEY_TILE
                 turn_tiles(((source, w.kt_address),), spec.head_dim, KEY_TILE, PAIRS_ORDER, w.warp, WARPS, left)
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=BARRIER_DQ, number_of_threads=32 * WARPS)
+                leave_keys(spec, bars)
                 arrive(bars.k_empty + kv)
                 if const_expr(spec.deterministic):  # those of the next key tile come after those of this one
                     cute.arch.cp_async_bulk_wait_group(0)
@@ -85,6 +87,7 @@ def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
                             turn = Int32(0)
             else:
                 cute.arch.sync_warp()  # all lanes have read the record
+                leave_keys(spec, bars)
                 arrive(bars.k_empty + kv)
         kv, kv_phase = advance(kv, kv_phase, 2)
     cute.arch.cp_async_bulk_wait_group(0)
@@ -134,7 +137,8 @@ def multiply(spec, w, factor, target: Int64, buffer, ds_phase, silent):
             arrive(w.bars.ds_empty + buffer)
         for half in cutlass.range_constexpr(2 * part // parts, 2 * (part + 1) // parts):
             columns = [dQ[(half - 2 * part // parts) * (spec.head_dim // 4) + i] for i in range(spec.head_dim // 4)]
-            send(spec, w, columns, factor, target + half * (spec.dq_tile_bytes // 2), half, silent)
+            slot = half + 2 * buffer if const_expr(w.buffers == 4) else half
+            send(spec, w, columns, factor, target + half * (spec.dq_tile_bytes // 2), slot, silent)
 
 
 @cute.jit
@@ -162,9 +166,9 @@ def agree(w, buffer):
 
 
 @cute.jit
-def send(spec, w, dQ, factor, target: Int64, half: cutlass.Constexpr, silent):
+def send(spec, w, dQ, factor, target: Int64, slot, silent):
     """Add this warp's 16 x D/2 sums, times ``factor``, to global memory through its staging, unless ``silent``."""
-    staging = w.staging + (half % w.buffers) * (WARPS * (spec.dq_tile_bytes // 8))
+    staging = w.staging + slot * (WARPS * (spec.dq_tile_bytes // 8))
     cute.arch.cp_async_bulk_wait_group(w.buffers - 1, read=True)
     cute.arch.sync_warp()
     if const_expr(spec.dq_half):

@@ -94,13 +94,13 @@ def widened(spec, w, sums, grads, tag):
 
 
 @cute.jit
-def load_keys(spec, w, kv):
-    """This warp's 16 keys of K and V from their stage of shared memory to the A operands: once an item instead of once a query tile."""
+def load_keys(spec, w):
+    """This warp's 16 keys of K and V from shared memory to the A operands: once an item instead of once a query tile."""
     lane = pinned(w.lane)
     row = 16 * w.warp + (lane & 15)
     swizzle = row & 7 if const_expr(spec.head_dim == 128) else (row >> 1) & 3
-    line = w.kv_address + kv * (KEY_TILE * spec.head_dim) + row * spec.head_dim
-    for operand, base in ((w.k, 0), (w.v, 2 * KEY_TILE * spec.head_dim)):
+    line = w.kv_address + row * spec.head_dim
+    for operand, base in ((w.k, 0), (w.v, KEY_TILE * spec.head_dim)):
         words = cute.recast_tensor(operand, Int32)
         for k in cutlass.range_constexpr(spec.head_dim // 32):
             four = load_matrices(line + base + (((2 * k + (lane >> 4)) ^ swizzle) << 4))

@@ -97,6 +97,11 @@ class BackwardSpec:
         return (0, 128) if self.halves else (96, STAT_FLOATS - 96)
 
     @property
+    def key_stages(self) -> int:
+        """Stages of K and V: one where they go to registers at once."""
+        return 1 if self.halves else 2
+
+    @property
     def item_keys(self) -> int:
         """Keys of an item: one key tile, or one for each CTA of a cluster (the last may be empty)."""
         return KEY_TILE * (2 if self.cluster else 1)

@@ -89,7 +89,7 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
     shape, one = (KEY_TILE, spec.head_dim), cute.make_layout(1)
     group = lambda x: cute.group_modes(x, 0, 2)  # noqa: E731
     stage, phase, out, out_phase, kv, kv_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(1)
-    rank = Int32(0)
+    rank, free_phase = Int32(0), Int32(1)
     if const_expr(spec.cluster):  # both CTAs walk the same items; each reads half of the query side for both
         rank = bid % 2
         bid, grid = bid // 2, grid // 2
@@ -119,8 +119,10 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
             item = SimpleNamespace(n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
             first, chunk, chunks = query_span(spec, item)
             cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
-            if const_expr(spec.halves):  # K and V were read by loads
-                cute.arch.fence_view_async_shared()
+            if const_expr(spec.halves):
+                cute.arch.mbarrier_wait(bars.kv_empty, free_phase)
+                free_phase = free_phase ^ 1
+                cute.arch.fence_view_async_shared()  # K and V were read by loads
             record = smem.record + RECORD_BYTES * kv
             store_words(record, (Int32(items[pinned(entry), 0]), n, item.k0, item.klen))
             store_words(record + 16, (item.qrow, item.qlen, item.hk, tag))
@@ -131,8 +133,8 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + kv, bytes_)
             if chunks > 0:
-                cute.copy(tma.k, k_gmem[None, n], k_smem[None, kv], tma_bar_ptr=bars.k_full + kv)
-                cute.copy(tma.v, v_gmem[None, n], v_smem[None, kv], tma_bar_ptr=bars.k_full + kv)
+                cute.copy(tma.k, k_gmem[None, n], k_smem[None, kv if const_expr(spec.key_stages == 2) else 0], tma_bar_ptr=bars.k_full + kv)
+                cute.copy(tma.v, v_gmem[None, n], v_smem[None, kv if const_expr(spec.key_stages == 2) else 0], tma_bar_ptr=bars.k_full + kv)
             kv, kv_phase = advance(kv, kv_phase, 2)
             for s in cutlass.range(chunks * spec.group, unroll=1):
                 head, low, count, turn = segment(spec, item, first, chunk, chunks, s)

@@ -23,7 +23,7 @@ from lp_fa4.sm90.backward_halves import load_keys, widened
 from lp_fa4.sm90.backward_halves import step as half_step
 from lp_fa4.sm90.backward_layout import CLEAR, ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, TROUBLE, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
-from lp_fa4.sm90.backward_ops import advance, arrive, pinned, reciprocal_power, shared_floats
+from lp_fa4.sm90.backward_ops import advance, arrive, leave_keys, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
 from lp_fa4.sm90.wgmma import low_half
 
@@ -34,6 +34,8 @@ THREADS = 512
 
 def stages(spec: BackwardSpec) -> tuple[int, int, int]:
     """Stages of (Q, dO, dO^T, statistics) and of Q^T, and buffers of half a dQ tile."""
+    if spec.halves:  # K and V have one stage
+        return (3, 2, 4) if spec.dq_half and spec.long else (2, 2, 4)
     return (3, 2, 2) if spec.dq_half and not spec.long else (2, 2, 2)
 
 
@@ -56,7 +58,7 @@ def shared_layouts(spec):
         q=layout(QUERY_TILE, d, a_stages),
         qt=layout(d, QUERY_TILE, b_stages),
         dot=layout(d, QUERY_TILE, a_stages),
-        k=layout(KEY_TILE, d, 2),
+        k=layout(KEY_TILE, d, spec.key_stages),
         one_k=layout(KEY_TILE, d),
         kt=layout(d, KEY_TILE),
         ds=layout(QUERY_TILE, KEY_TILE, 2),
@@ -66,7 +68,7 @@ def shared_layouts(spec):
 def operand_places(spec: BackwardSpec) -> dict[str, int]:
     """Where each operand begins behind Q, in units of a descriptor (16 bytes), in the order of ``BackwardMain.storage``."""
     a_stages, b_stages, _ = stages(spec)
-    counts = {"q": a_stages, "do": a_stages, "qt": b_stages, "dot": a_stages, "k": 2 * KEY_TILE // QUERY_TILE, "v": 0}
+    counts = {"q": a_stages, "do": a_stages, "qt": b_stages, "dot": a_stages, "k": spec.key_stages * KEY_TILE // QUERY_TILE, "v": 0}
     begins = itertools.accumulate(counts.values(), initial=0)
     return {name: begin * (spec.tile_bytes // 16) for name, begin in zip(counts, begins, strict=False)}
 
@@ -166,7 +168,7 @@ class BackwardMain:
 
         @cute.struct
         class Storage:
-            bars: cute.struct.MemRange[Int64, 2 * a_stages + 2 * b_stages + 8]
+            bars: cute.struct.MemRange[Int64, 2 * a_stages + 2 * b_stages + 10]
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 64], 256]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
@@ -226,6 +228,7 @@ class BackwardMain:
             ("t", b_stages, 1, 8 * both),  # Q^T
             ("ds", 2, 8, 4),
             ("k", 2, 1, 12),
+            ("kv", 1, 1, 12),  # K and V themselves, where they have one stage
         )
         names = [f"{ring[0]}_{end}" for ring in rings for end in ("full", "empty")]
         sizes = [ring[1] for ring in rings for _ in range(2)]
@@ -372,6 +375,7 @@ class BackwardMain:
                 if segments == 0:
                     store_zeros(spec, w, item, kv_heads, grads)
                     cute.arch.sync_warp()  # all lanes have read the record
+                    leave_keys(spec, bars)
                     arrive(bars.k_empty + kv)
                 elif item.klen <= item.n * KEY_TILE + KEY_TILE // 2 * w.group:
                     # none of this warpgroup's keys exists: the last tile of every other sequence
@@ -381,13 +385,16 @@ class BackwardMain:
                             pass_tile(spec, w, (stage, phase, out, out_phase))
                             stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
                     cute.arch.sync_warp()  # all lanes have read the record
+                    leave_keys(spec, bars)
                     arrive(bars.k_empty + kv)
                 else:
                     fk, fv = key_factors(spec, w, item)
                     k = w.low + w.places["k"] + pinned(w.warp) // 4 * w.tile + kv * (KEY_TILE // QUERY_TILE * w.tile)
                     keys = (fk, fv, k, k + (w.places["v"] - w.places["k"]))
                     if const_expr(spec.halves):
-                        load_keys(spec, w, kv)
+                        load_keys(spec, w)
+                        cute.arch.sync_warp()
+                        leave_keys(spec, bars)
                     for s in cutlass.range(segments, unroll=1):
                         here = Item(pinned(w.record + RECORD_BYTES * kv)) if const_expr(spec.long) else item  # registers are short
                         _, low, count, turn = segment(spec, here, *query_span(spec, here), s)

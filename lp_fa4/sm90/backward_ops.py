@@ -127,6 +127,13 @@ def arrive(barrier):
 
 
 @cute.jit
+def leave_keys(spec, bars):
+    """Where K and V have one stage: one arrival for this warp, which has read what it wants of them."""
+    if const_expr(spec.key_stages == 1):
+        arrive(bars.kv_empty)
+
+
+@cute.jit
 def release(spec, barrier, peer):
     """One arrival for this warp on a barrier of this CTA and, in a cluster, on the other's."""
     with cute.arch.elect_one():

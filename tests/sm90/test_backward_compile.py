@@ -62,7 +62,7 @@ def test_shared_memory_fits():
     for d, half, long, halves in itertools.product((64, 128), *[(False, True)] * 3):
         spec = BackwardSpec(head_dim=d, dq_half=half, long=long, halves=halves)
         a, b, buffers = stages(spec)
-        codes = a * 3 * QUERY_TILE * d + b * QUERY_TILE * d + 2 * 2 * KEY_TILE * d + KEY_TILE * d + 2 * QUERY_TILE * KEY_TILE
+        codes = a * 3 * QUERY_TILE * d + b * QUERY_TILE * d + 2 * spec.key_stages * KEY_TILE * d + KEY_TILE * d + 2 * QUERY_TILE * KEY_TILE
         sums = buffers * spec.dq_tile_bytes // 2 + 8 * staging_bytes(spec)
         assert codes + sums + 4 * spec.stat_span[1] * a + 3072 <= 227 * 1024, spec
     # setmaxnreg deals out the registers of the launch: a split past them never returns
