@@ -4,6 +4,8 @@ The order inside the loop (measured best on an H200, README.md): wait for K(n) a
 P(n-1) V(n-1), wait for both, add the partial O, exponentials and codes of P(n), the turn passed among them; the maxima of the
 scores stand before the wait for P V where the softmax needs them first.
 
+An item's scores are FP16 (``next_halves``, where the codes of its queries allow it) or FP32 (``next_tile``), each with a loop of its own.
+
 Two levels of accumulation: FP8 wgmma keeps some 14 bits of its sums, so each key tile's P V starts from zero and is
 added to O in FP32; that addition is also where O is rescaled, for a moved reference or another exponent of V's next tile.
 
