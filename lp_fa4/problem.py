@@ -25,7 +25,8 @@ class ForwardResult(NamedTuple):
     ``out``: bf16 ``[R, H, D]``; rows that see no key are 0. ``lse``: fp32 ``[H, R]``, natural logarithm, -inf for such rows.
     ``centred_out``: ``[R, H, D]`` in ``config.save_out_dtype``, the output before ``v_mean`` is added back. ``row_max``: fp32 ``[H, R]``,
     the maximum of ``softmax_scale * log2(e) * q.k`` over the row's keys: **log2 domain**, the exact maximum and not the lazy one, so that
-    the backward's P is at most 1; -inf for a row that sees no key. ``row_sum``: fp32 ``[H, R]``, the sum of ``exp2(s - row_max)`` over
+    the backward's P is at most 1 (of scores in FP16, where the Hopper kernel takes them so: to 2^-11 of itself); -inf for a row that
+    sees no key. ``row_sum``: fp32 ``[H, R]``, the sum of ``exp2(s - row_max)`` over
     unrounded P, 0 for a row that sees no key. ``lse = (row_max + log2(row_sum)) * ln 2``. Rows past ``offsets_q[-1]`` are 0, lse -inf.
     """
 
