@@ -14,9 +14,9 @@ from cutlass import BFloat16, Float16, Float32, Int32
 from torch import Tensor
 
 from fused_ops.coordinates.reference import LEAST, REACH, STEP
-from fused_ops.gemm_norm_backward.rows import transposed_fragments, warp_mma
-from fused_ops.norm_projection.roles import load_matrices
+from fused_ops.gemm_norm_backward.rows import warp_mma
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import bf16x2, f16x2
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 
@@ -163,11 +163,11 @@ class BalancedCoordinates:
             self.load_queries(q, held, begin + CHUNK + line, part, step, at)
             for k in cutlass.range(CHUNK // 16, unroll=1):
                 row = 16 * k + at.lane // 16 * 8 + at.lane % 8
-                a = transposed_fragments(place + 2 * (row * self.pitch + at.warp * 16 + at.lane // 8 % 2 * 8))
+                a = load_matrices(place + 2 * (row * self.pitch + at.warp * 16 + at.lane // 8 % 2 * 8), transposed=True)
                 row = 16 * k + at.lane // 8 % 2 * 8 + at.lane % 8
                 for j in cutlass.range_constexpr(self.width // 16):
                     for rest in cutlass.range_constexpr(2):
-                        b = transposed_fragments(place + rest * at.tile + 2 * (row * self.pitch + 16 * j + at.lane // 16 * 8))
+                        b = load_matrices(place + rest * at.tile + 2 * (row * self.pitch + 16 * j + at.lane // 16 * 8), transposed=True)
                         warp_mma("bf16", acc, 8 * j, a, b[0], b[1])
                         warp_mma("bf16", acc, 8 * j + 4, a, b[2], b[3])
             chunk = chunk + 1

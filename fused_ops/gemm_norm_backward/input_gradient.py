@@ -26,6 +26,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
+from fused_ops.gemm_norm_backward.arguments import fake_operand
 from fused_ops.gemm_norm_backward.config import TILE, InputSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -670,18 +671,11 @@ def compile_input_gradient(arch: str, offsets_dtype: str | None, spec: InputSpec
     offsets or None; dx: like x, or None; parts: fp32 ``[clusters * warps, columns]``, or None; clusters.
     """
     tokens = symbol()
-
-    def operand(kind, columns):
-        if kind is None:
-            return None, None
-        matrix = fake("uint8" if kind.mx else "bfloat16", (tokens, columns))
-        return matrix, fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True) if kind.mx else None
-
     return build(
         arch,
         InputGradient(spec),
-        *operand(spec.dk, spec.rows),
-        *operand(spec.dv, spec.columns),
+        *fake_operand(spec.dk, tokens, spec.rows),
+        *fake_operand(spec.dv, tokens, spec.columns),
         fake("float32", (symbol(), spec.columns), compact=True) if spec.mean else None,
         fake("bfloat16", (spec.rows, spec.columns), compact=True),
         fake(spec.dtype, (tokens, spec.columns)),

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from fused_ops.gemm_norm_backward.arguments import fake_operand
 from fused_ops.gemm_norm_backward.config import TILE, InputSpec
 from fused_ops.gemm_norm_backward.input_gradient import (
     HEAD,
@@ -48,7 +49,8 @@ from fused_ops.gemm_norm_backward.rows import (
     search_alone,
     shared_words,
 )
-from fused_ops.gemm_norm_backward.weight_gradient_codes import advance, load_half, release
+from fused_ops.gemm_norm_backward.weight_gradient_codes import advance, load_half
+from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, prmt, quad_sum, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
@@ -734,17 +736,11 @@ def load_word(address):
 def compile_input_gradient_of_codes(arch: str, offsets_dtype: str | None, spec: InputSpec):
     """Compile for ``arch``. Arguments at launch: those of ``compile_input_gradient``."""
     tokens = symbol()
-
-    def operand(kind, columns):
-        if kind is None:
-            return None, None
-        return fake("uint8", (tokens, columns)), fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True)
-
     return build(
         arch,
         InputGradientOfCodes(spec),
-        *operand(spec.dk, spec.rows),
-        *operand(spec.dv, spec.columns),
+        *fake_operand(spec.dk, tokens, spec.rows),
+        *fake_operand(spec.dv, tokens, spec.columns),
         fake("float32", (symbol(), spec.columns), compact=True) if spec.mean else None,
         fake("bfloat16", (spec.rows, spec.columns), compact=True),
         fake(spec.dtype, (tokens, spec.columns)),

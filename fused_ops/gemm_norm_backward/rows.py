@@ -50,14 +50,6 @@ def shared_words(address, count: int):
     return out
 
 
-def transposed_fragments(address):
-    """Four 8 x 8 matrices of 16 bits from shared memory, transposed: ``address`` is a lane's row of 16 bytes."""
-    struct = llvm.StructType.get_literal([T.i32()] * 4)
-    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-    result = inline_ptx(struct, [address], text, "=r,=r,=r,=r,r,~{memory}", side_effects=True)
-    return [Int32(llvm.extractvalue(T.i32(), result, [i])) for i in range(4)]
-
-
 @cute.jit
 def search(offsets: cute.Tensor, low: Int32, batch: Int32, token: Int32) -> Int32:
     """The largest ``b`` in ``[low, batch)`` with ``offsets[b] <= token``, given that ``low`` is one. Whole warps, uniform arguments."""

@@ -16,6 +16,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
+from fused_ops.gemm_norm_backward.arguments import fake_operand
 from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -29,10 +30,10 @@ from fused_ops.gemm_norm_backward.rows import (
     scale_address,
     search,
     search_alone,
-    transposed_fragments,
     warp_mma,
 )
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 AHEAD = 4
@@ -193,11 +194,11 @@ class WeightGradient:
         row = warp * 16 + lane // 8 % 2 * 8  # of the result; matrices: tokens 0-7 at rows 0-7, 8-15, tokens 8-15 at the same
         for k in cutlass.range_constexpr(TILE // 16):
             token = 16 * k + lane // 16 * 8 + lane % 8
-            a = transposed_fragments(self.place(at.a + stage * (self.left * 8192), token, row))
+            a = load_matrices(self.place(at.a + stage * (self.left * 8192), token, row), transposed=True)
             token = 16 * k + lane // 8 % 2 * 8 + lane % 8  # matrices: tokens 0-7, 8-15 of 8 columns, then of the next 8
             for j in cutlass.range_constexpr(self.spec.tile_columns // 16):
                 column = 16 * j + lane // 16 * 8
-                b = transposed_fragments(self.place(at.b + stage * (self.right * 8192), token, column))
+                b = load_matrices(self.place(at.b + stage * (self.right * 8192), token, column), transposed=True)
                 warp_mma("bf16", acc, 8 * j, a, b[0], b[1])
                 warp_mma("bf16", acc, 8 * j + 4, a, b[2], b[3])
 
@@ -401,16 +402,11 @@ def compile_weight_gradient(arch: str, offsets_dtype: str | None, spec: WeightSp
     None; parts: fp32 ``[splits, rows, columns]``.
     """
     tokens = symbol()
-
-    def operand(kind, columns):
-        matrix = fake("uint8" if kind.mx else "bfloat16", (tokens, columns))
-        return matrix, fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True) if kind.mx else None
-
     return build(
         arch,
         WeightGradient(spec),
-        *operand(spec.dk, spec.rows),
-        *operand(spec.xn, spec.columns),
+        *fake_operand(spec.dk, tokens, spec.rows),
+        *fake_operand(spec.xn, tokens, spec.columns),
         None if spec.dense else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
         fake("float32", (symbol(), spec.rows, spec.columns), compact=True),
     )

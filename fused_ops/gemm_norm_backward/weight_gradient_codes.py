@@ -27,6 +27,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from fused_ops.gemm_norm_backward.arguments import fake_operand
 from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -38,9 +39,10 @@ from fused_ops.gemm_norm_backward.rows import (
     search,
     search_alone,
     shared_words,
-    transposed_fragments,
 )
+from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import float_of, inline_ptx, prmt, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
@@ -74,14 +76,6 @@ def pair_to_f16(word, upper: cutlass.Constexpr):
 def times(pair, factors):
     """Product of two pairs of FP16."""
     return Int32(inline_ptx(cutlass.cutlass_dsl.T.i32(), [Int32(pair), Int32(factors)], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r"))
-
-
-@cute.jit
-def release(barrier):
-    """One arrival for the warp."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
 
 
 class WeightGradientOfCodes:
@@ -509,7 +503,7 @@ class WeightGradientOfCodes:
                 cute.arch.mbarrier_wait(bars.table + slot, ring[3])
                 cute.arch.mbarrier_wait(bars.made + slot, ring[3])
                 # both halves at once, so that one's way from shared memory is the other's conversion
-                fragments = [transposed_fragments(source + stage * (self.boxes * BOX) + h * 2048) for h in range(2)]
+                fragments = [load_matrices(source + stage * (self.boxes * BOX) + h * 2048, transposed=True) for h in range(2)]
                 for h in cutlass.range_constexpr(2):
                     words = cute.make_rmem_tensor(4, Int32)  # 8 tokens each
                     for k in cutlass.range_constexpr(4):
@@ -633,15 +627,11 @@ def compile_weight_gradient_of_codes(arch: str, offsets_dtype: str | None, spec:
     ``[splits, rows, columns]``.
     """
     tokens = symbol()
-
-    def operand(kind, columns):
-        return fake("uint8", (tokens, columns)), fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True)
-
     return build(
         arch,
         WeightGradientOfCodes(spec),
-        *operand(spec.dk, spec.rows),
-        *operand(spec.xn, spec.columns),
+        *fake_operand(spec.dk, tokens, spec.rows),
+        *fake_operand(spec.xn, tokens, spec.columns),
         None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
         fake("float32", (symbol(), spec.rows, spec.columns), compact=True),
     )

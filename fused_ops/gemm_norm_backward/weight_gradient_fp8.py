@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from fused_ops.gemm_norm_backward.arguments import fake_operand
 from fused_ops.gemm_norm_backward.config import FP8_SLOTS, FP8_STEP, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -33,10 +34,11 @@ from fused_ops.gemm_norm_backward.rows import (
     relative_factor,
     scale_address,
     shared_words,
-    transposed_fragments,
 )
-from fused_ops.gemm_norm_backward.weight_gradient_codes import WeightGradientOfCodes, advance, release, store_word
+from fused_ops.gemm_norm_backward.weight_gradient_codes import WeightGradientOfCodes, advance, store_word
+from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import bits_of, effect, float_of, inline_ptx, prmt, scale_of_byte, warp_max
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.wgmma import low_half, product
@@ -342,7 +344,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
             for i in cutlass.range_constexpr(0, len(blocks), IN_FLIGHT):
                 some = []
                 for r, c in blocks[i : i + IN_FLIGHT]:
-                    some.append(transposed_fragments((begin ^ (c % 2 * 32)) + (c // 2 * BOX + r * 1024)))
+                    some.append(load_matrices((begin ^ (c % 2 * 32)) + (c // 2 * BOX + r * 1024), transposed=True))
                 for words, (r, c) in zip(some, blocks[i : i + IN_FLIGHT], strict=True):
                     turned = [pick(words[m], words[m + 1], x) for m in (0, 2) for x in (selector, selector ^ 0x1111)]
                     effect(
@@ -387,7 +389,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
         for step in cutlass.range(t.first, t.last, unroll=1):
             stage, slot = ring[0], ring[2]
             cute.arch.mbarrier_wait(bars.full + stage, ring[1])
-            fragments = [transposed_fragments(source + stage * (self.boxes * BOX) + h * 2048) for h in range(FP8_STEP // 32)]
+            fragments = [load_matrices(source + stage * (self.boxes * BOX) + h * 2048, transposed=True) for h in range(FP8_STEP // 32)]
             cute.arch.mbarrier_wait(bars.table + slot, ring[3])
             unit = float_of(shared_words(unit_at + slot * self.table_bytes, 1)[0])
             left = t.total - step * FP8_STEP
@@ -469,15 +471,11 @@ def rounded(codes, first, second):
 def compile_weight_gradient_fp8(arch: str, offsets_dtype: str | None, spec: WeightSpec):
     """Compile for ``arch``. Arguments at launch: those of ``compile_weight_gradient_of_codes``."""
     tokens = symbol()
-
-    def operand(kind, columns):
-        return fake("uint8", (tokens, columns)), fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True)
-
     return build(
         arch,
         WeightGradientFp8(spec),
-        *operand(spec.dk, spec.rows),
-        *operand(spec.xn, spec.columns),
+        *fake_operand(spec.dk, tokens, spec.rows),
+        *fake_operand(spec.xn, tokens, spec.columns),
         None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
         fake("float32", (symbol(), spec.rows, spec.columns), compact=True),
     )

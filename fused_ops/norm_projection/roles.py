@@ -4,9 +4,7 @@ multiply and quantize."""
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import T
 
 from fused_ops.norm_projection.config import DEPTH, HALF, ITEMS, NORM_WARPS, RUN_COLUMNS, THREADS, ProjectionSpec
 from fused_ops.places import bulk_copy, first_sequence, place
@@ -15,7 +13,8 @@ from fused_ops.rmsnorm_quantize.arithmetic import bf16x2_mul, load8_float, mul, 
 from fused_ops.rmsnorm_quantize.staged import StagedNorm
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.halves import e4m3_of
-from lp_fa4.common.numbers import bf16x2, bits_of, e4m3x4, f16x2, float_of, inline_ptx, prmt
+from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.numbers import bf16x2, bits_of, e4m3x4, f16x2, float_of, prmt
 from lp_fa4.sm90.wgmma import issue
 
 FIELDS = 6
@@ -324,14 +323,6 @@ class NormRole(StagedNorm):
                         rounded[i] = bf16x2_mul(bf16x2(values[2 * i], values[2 * i + 1]), scale)
                 target = cute.make_ptr(Int32, self.cell(s, at.stage, row, chunk), cute.AddressSpace.smem, assumed_align=16)
                 cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(4)))
-
-
-def load_matrices(address):
-    """Four 8 x 8 matrices of 16-bit elements, a row's address a lane: one register each."""
-    kind = llvm.StructType.get_literal([T.i32()] * 4)
-    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    result = inline_ptx(kind, [address], text, "=r,=r,=r,=r,r,~{memory}", side_effects=True)
-    return [Int32(llvm.extractvalue(T.i32(), result, [i])) for i in range(4)]
 
 
 @cute.jit

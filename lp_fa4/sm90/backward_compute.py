@@ -181,17 +181,23 @@ def largest(S):
 
 
 @cute.jit
-def first_exponent(spec, w, S, stage, phase):
-    """Scale of dS codes for a fresh sum: from the absolute maximum over the warpgroup's 64 keys and 64 queries. Scales S. (The maxima
-    belong to the tile's ``stage``, which every warp has released since they were read there.)"""
-    bits = redux_max(largest(S))
+def warpgroup_maximum(spec, w, value, stage, phase):
+    """Largest of the warpgroup's ``value`` (FP32, not negative; NaN wins), for a fresh sum: what was left of earlier scales is forgotten.
+    The maxima of its warps belong to the tile's ``stage``, which every warp has released since they were read there."""
+    bits = redux_max(value)
     if w.lane == 0:
         effect([w.peak + 32 * stage + 4 * w.warp, bits], "st.shared.b32 [$0], $1;", "r,r")
         if const_expr(spec.follows):
             forget_scales(w, stage, phase)
     cute.arch.barrier(barrier_id=BARRIER_GROUP + w.group, number_of_threads=128)
     peaks = shared_floats(w.peak + 32 * stage + 16 * w.group, 4, 16)
-    top = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
+    return cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
+
+
+@cute.jit
+def first_exponent(spec, w, S, stage, phase):
+    """Scale of dS codes for a fresh sum: from the absolute maximum over the warpgroup's 64 keys and 64 queries. Scales S."""
+    top = warpgroup_maximum(spec, w, largest(S), stage, phase)
     idle = shared_floats(w.factors + 12, 1, 4)[0]
     x = cute.arch.fmin(power_for(bits_of(top), CODE_TARGET), idle)
     if top == 0.0:  # nothing seen yet: so large that whatever comes is seen to overflow, so small that it is finite

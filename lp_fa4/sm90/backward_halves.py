@@ -20,24 +20,23 @@ with FP32 sums, all but its dQ (:func:`widened`).
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.halves import e4m3_of, exp2_2, fma2, half_of, mul2, pair
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import bits_of, float_of, inline_ptx, pinned
 from lp_fa4.sm90.backward_compute import (
-    BARRIER_GROUP,
     FIRST,
     SMALL_SHARE,
     diagonal_mask,
     follow_scales,
-    forget_scales,
     full_codes,
     hand_over,
     note_scale,
     scale_sums,
     store_codes,
+    warpgroup_maximum,
 )
 from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, REDO, STAT_AC2, STAT_B2, STAT_Q0, STAT_S0, STAT_VT, TROUBLE
 from lp_fa4.sm90.backward_load import shared_ints
@@ -106,14 +105,6 @@ def load_keys(spec, w):
             four = load_matrices(line + base + (((2 * k + (lane >> 4)) ^ swizzle) << 4))
             for i in cutlass.range_constexpr(4):
                 words[4 * k + i] = four[i]
-
-
-def load_matrices(address):
-    """Four 8 x 8 matrices of 16-bit units: lane ``l`` gives the address of row ``l % 8`` of matrix ``l // 8``."""
-    kind = llvm.StructType.get_literal([T.i32()] * 4)
-    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    result = inline_ptx(kind, [address], text, "=r,=r,=r,=r,r,~{memory}", side_effects=True)
-    return [Int32(llvm.extractvalue(T.i32(), result, [i])) for i in range(4)]
 
 
 @cute.jit
@@ -189,14 +180,7 @@ def largest(w, dS):
 @cute.jit
 def first_exponent(spec, w, dS, stat, stage, phase):
     """Scale of dS for a fresh sum, from its absolute maximum over the warpgroup's keys and the tile's queries under ``PROBE``."""
-    bits = redux_max(largest(w, dS))
-    if w.lane == 0:
-        effect([w.peak + 32 * stage + 4 * w.warp, bits], "st.shared.b32 [$0], $1;", "r,r")
-        if const_expr(spec.follows):
-            forget_scales(w, stage, phase)
-    cute.arch.barrier(barrier_id=BARRIER_GROUP + w.group, number_of_threads=128)
-    peaks = shared_floats(w.peak + 32 * stage + 16 * w.group, 4, 16)
-    top = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
+    top = warpgroup_maximum(spec, w, largest(w, dS), stage, phase)
     factor = cute.arch.fmin(power_for(bits_of(top), CODE_TARGET) * PROBE, Float32(TOP_SCALE))
     if top == 0.0:  # nothing seen yet
         factor = Float32(TOP_SCALE)

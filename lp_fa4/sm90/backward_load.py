@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.sm90.backward_layout import CHUNK_TILES, COUNTER, COUNTER_INSTEAD, KEY_TILE, QUERY_TILE, REDO, STAT_FLOATS
 from lp_fa4.sm90.backward_ops import advance, effect, mask_of, pick_pairs, pinned
 
@@ -258,7 +259,8 @@ def turn_tiles(
                 w = cute.make_rmem_tensor(4, Int32)
                 inside = True if cutlass.const_expr(warps * (first + j) + warps <= each) else block < each
                 if inside:
-                    load_transposed(source + from_row + run * (16 * head_dim) + (from_chunk ^ (column << 5)), w)
+                    address = source + from_row + run * (16 * head_dim) + (from_chunk ^ (column << 5))
+                    w[0], w[1], w[2], w[3] = load_matrices(address, transposed=True)
                 if cutlass.const_expr(limit is not None):
                     left = limit - (16 * run + 2 * (lane % 4))
                     below, above = mask_of(left), mask_of(left - 8)
@@ -271,22 +273,3 @@ def turn_tiles(
                 turned = [pick_pairs(w[i], w[i + 1], which) for i in (0, 2) for which in order]
                 if present[j]:
                     effect([targets[j], *turned], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
-
-
-def load_transposed(address, words):
-    """Four 8 x 8 matrices of 16-bit units, transposed: lane ``l`` gives the address of row ``l % 8`` of matrix ``l // 8``."""
-    from cutlass._mlir.dialects import llvm
-    from cutlass.cutlass_dsl import T
-
-    from lp_fa4.common.numbers import inline_ptx
-
-    kind = llvm.StructType.get_literal([T.i32()] * 4)
-    result = inline_ptx(
-        kind,
-        [address],
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
-        "=r,=r,=r,=r,r,~{memory}",
-        side_effects=True,
-    )
-    for i in range(4):
-        words[i] = Int32(llvm.extractvalue(T.i32(), result, [i]))

@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import effect, pick
-from lp_fa4.sm90.backward_load import load_transposed
 from lp_fa4.sm90.backward_ops import advance, arrive
 from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES
 
@@ -106,15 +106,8 @@ def turn_blocks(blocks, selector):
     """Turn blocks (address to load from, address to store to), some at a time: one by one the latencies would add up."""
     for begin in range(0, len(blocks), IN_FLIGHT):
         group = blocks[begin : begin + IN_FLIGHT]
-        for words, (_, end) in zip([load_block(start) for start, _ in group], group, strict=True):
+        for words, (_, end) in zip([load_matrices(start, transposed=True) for start, _ in group], group, strict=True):
             store_block(words, end, selector)
-
-
-def load_block(address):
-    """16 keys x 32 columns: a lane's four words, pairs of columns of two keys each."""
-    words = cute.make_rmem_tensor(4, Int32)
-    load_transposed(address, words)
-    return words
 
 
 def store_block(words, address, selector):

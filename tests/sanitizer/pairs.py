@@ -66,7 +66,7 @@ PAIRS: tuple[Pair, ...] = (
     Pair(
         FORWARD,
         "forward_turn.py clear_rows",
-        "backward_load.py load_transposed",
+        "forward_turn.py turn_blocks",
         REUSE,
         "a plain tile's rows past its sequence's end: " + MET.format("v_full") + " (by way of the copy that fills the tile again); "
         "before they are read, all that clear them meet at a named barrier",
@@ -83,16 +83,13 @@ PAIRS: tuple[Pair, ...] = (
         REUSE,
         "scales of a buffer of dS: " + MET.format("ds_empty"),
     ),
-    *(
-        Pair(
-            BACKWARD,
-            f"{file} first_exponent",
-            f"{file} first_exponent",
-            RELAY,
-            "maxima of a stage: a lane writes, its warpgroup meets at a named barrier and reads; overwritten after every warp released the "
-            "stage and the copy warp filled it again",
-        )
-        for file in ("backward_compute.py", "backward_halves.py")
+    Pair(
+        BACKWARD,
+        "backward_compute.py warpgroup_maximum",
+        "backward_compute.py warpgroup_maximum",
+        RELAY,
+        "maxima of a stage: a lane writes, its warpgroup meets at a named barrier and reads; overwritten after every warp released the "
+        "stage and the copy warp filled it again",
     ),
     Pair(
         BACKWARD,
@@ -104,7 +101,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(STAGED, "staged.py load", "staged.py read", BULK, "rows of a stage: " + MET.format("empty")),
     Pair(STAGED, "staged.py emit", "staged.py store_copy", PUBLISH, "a slot of codes: " + WRITTEN.format("word_full")),
-    Pair(PROJECTION, "roles.py slab", "roles.py load_matrices", PUBLISH, "normed rows of a stage: " + WRITTEN.format("normed")),
+    Pair(PROJECTION, "roles.py slab", "roles.py multiply", PUBLISH, "normed rows of a stage: " + WRITTEN.format("normed")),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py compute", PUBLISH, TABLE),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
     Pair(WEIGHT_FP8, "weight_gradient_fp8.py write_step", "weight_gradient_fp8.py sum_steps", PUBLISH, TABLE),
