@@ -1,4 +1,4 @@
-"""``compute-sanitizer`` over every kernel, on a GPU: a process for each tool and case, many at once, and one JSON of what they say.
+"""``compute-sanitizer`` over every kernel, on a GPU: a process for each tool and operation, many at once, and one JSON of what they say.
 
     python -m tests.sanitizer OUT.json [--tools memcheck,racecheck] [--only attention] [--jobs 24] [--seconds 500]
     python -m tests.sanitizer OUT.json --emulated          # the same operations and probes under the emulator's race checker
@@ -36,8 +36,6 @@ TOOLS = {
     "racecheck": [*RACECHECK, "--racecheck-indirect-barrier-dependency"],
     "synccheck": ["--tool", "synccheck"],
 }
-APART = ("initcheck",)
-"""Tools that take a process for each operation of a case; cases of many kernels take one under every tool."""
 PROBED = {
     "racecheck": [n for n in PROBES if "bulk store" not in n],
     "initcheck": [n for n in PROBES if "bulk store" in n],
@@ -60,7 +58,8 @@ def find_tool() -> str | None:
 
 @dataclass
 class Job:
-    """A process: a tool (``emulator``: the emulator's race checker) on a case or a probe; ``index``: of an operation, None for all."""
+    """A process: a tool (``emulator``: the emulator's race checker) on a case or a probe; ``index``: of an operation, None for all (probes
+    have one, the emulator takes them in turn)."""
 
     tool: str
     case: str
@@ -80,7 +79,7 @@ class Job:
         python += [] if self.index is None else ["--index", str(self.index)]
         if self.tool == "emulator":
             return python
-        limit = "50000" if self.tool in APART else "1000"  # more than there are: one kind of report may hide another
+        limit = "50000" if self.tool == "initcheck" else "1000"  # more than there are: one kind of report may hide another
         return [sanitizer, *TOOLS[self.tool], "--show-backtrace", "no", "--print-limit", limit, *python]
 
     def start(self, sanitizer: str, logs: Path) -> None:
@@ -109,8 +108,7 @@ def jobs(tools: list[str], only: str) -> list[Job]:
     """Everything that is asked for, the longest first."""
     found = []
     for case, tool in itertools.product(reversed(CASES), tools):
-        apart = tool in APART or (case in ("module", "fused operations") and tool != "emulator")
-        found += [Job(tool, case, i) for i in reversed(range(len(CASES[case])))] if apart else [Job(tool, case)]
+        found += [Job(tool, case)] if tool == "emulator" else [Job(tool, case, i) for i in reversed(range(len(CASES[case])))]
     found += [Job(tool, f"probe: {name}") for tool in tools for name in PROBED.get(tool, [])]
     return [job for job in found if only in f"{job.case}: {job.operation}"]
 
