@@ -69,13 +69,12 @@ def statistics(fold_l: bool, centred: bool, total, m, keys, shift, unit):
 def power_of_sums(head_dim: int, softmax_scale, largest, exponents, norms: bool = False):
     """Exponent of the power of two under which no FP16 sum of dQ, nor any partial sum of key tiles, can pass 2^15.
 
-    ``|dQ| <= 2 |dO_q| max|v_j| max|k| softmax_scale``, because the absolute row sum of dS is at most ``2 |dO_q| max|v_j|``. Here with
-    ``|dO_q| <= sqrt(D) max|dO_q|`` (bits of the FP32: ``largest``), ``|v_j| <= sqrt(D) 448 * 2^e_v`` and ``|k| <= 448 * 2^e_k``
-    (``exponents``: e_k + e_v): some 2^6 above the norms themselves, of FP16's 2^29 normal range, and no pass over K and V. ``norms``:
-    ``largest`` is 2^-8 of the largest L1 norm, which bounds ``|dO_q|`` by itself: 2^1.6 more.
+    ``|dQ| <= 2 max|dO_q v_j| max|k| softmax_scale``, because the absolute row sum of dS is at most ``2 max|dO_q v_j|``. Here with
+    ``|dO_q v_j| <= |dO_q|_1 max|v|``, ``|v| <= 448 * 2^e_v`` and ``|k| <= 448 * 2^e_k`` (``exponents``: e_k + e_v): no pass over K and V.
+    ``norms``: ``largest`` is 2^-8 of the largest L1 norm; else it is the largest magnitude (bits of the FP32 both), D of which bound it.
     """
     above = lambda bits: (bits >> 23) - 126  # noqa: E731  2^above is more than the value
-    rows = 8 + math.ceil(math.log2(head_dim) / 2) if norms else int(math.log2(head_dim))
+    rows = 8 if norms else int(math.log2(head_dim))
     bound = 1 + above(bits_of(softmax_scale)) + rows + above(largest) + exponents + 2 * 9
     return cutlass.max(cutlass.min(15 - bound, 100), -100)
 

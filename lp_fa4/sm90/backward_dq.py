@@ -42,12 +42,13 @@ from lp_fa4.sm90.backward_ops import (
 from lp_fa4.sm90.wgmma import issue
 
 BARRIER_DQ = 3
+FLT_MAX = 3.4028234663852886e38
 WARPS = 4
 
 
 @cute.jit
-def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
-    """Walk the items as the other roles do. ``w``: barriers, operands, addresses of this warp."""
+def dq_warps(spec, w, dq, stats, powers, kv_heads, replicas, tile_rows):
+    """Walk the items as the other roles do. ``w``: barriers, operands, addresses of this warp. ``powers``: of ``dq_grouped``."""
     bars = w.bars
     bid, _, _ = cute.arch.block_idx()
     heads = kv_heads * spec.group
@@ -60,7 +61,10 @@ def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
         if more > 0:
             dq_row = item.qrow
             if const_expr(spec.shared):
-                dq_row = (item.b if const_expr(spec.dq_half) else bid % replicas) * tile_rows
+                share = item.b if const_expr(spec.dq_half) else bid % replicas
+                if const_expr(spec.dq_grouped):
+                    share = item.b // replicas
+                dq_row = share * tile_rows
             first, chunk, chunks = query_span(spec, item)
             if chunks > 0:
                 top = largest_scale(spec, item)
@@ -77,7 +81,13 @@ def dq_warps(spec, w, dq, stats, kv_heads, replicas, tile_rows):
                     cute.arch.cp_async_bulk_wait_group(0)
                 for s in cutlass.range(chunks * spec.group, unroll=1):
                     head, low, count, turn = segment(spec, item, first, chunk, chunks, s)
-                    factor = global_float(stats + (Int64(item.qrow + low) * heads + head) * (4 * STAT_FLOATS) + 4 * STAT_DQ) * top
+                    factor = global_float(stats + (Int64(item.qrow + low) * heads + head) * (4 * STAT_FLOATS) + 4 * STAT_DQ)
+                    if const_expr(spec.dq_grouped):
+                        row = share * (chunk + chunks) + chunk + (s % chunks if const_expr(spec.group > 1) else s)
+                        factor = factor * reciprocal_power(global_float(powers + (Int64(row) * heads + head) * 4))
+                        factor = finite(factor * top)
+                    else:
+                        factor = factor * top
                     target = dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
                     for _ in cutlass.range(count, unroll=1):
                         multiply(spec, w, factor, target + Int64(turn) * (heads * dq_bytes), buffer, ds_phase, silent)
@@ -97,6 +107,12 @@ def global_float(address):
     """One FP32 word of global memory."""
     pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
     return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+@cute.jit
+def finite(factor):
+    """An infinity as a finite number: others' power may be too large for a sequence without gradients, whose sums are 0. NaN stays."""
+    return Float32(FLT_MAX) if factor > FLT_MAX else factor
 
 
 @cute.jit

@@ -5,7 +5,8 @@ list, more zeros) → ``backward_main`` (dK, dV, dQ) → ``backward_postpass`` (
 rounding: dO has one exponent a row instead of one per 32 x 32 block (its products fold exponents into P, so finer ones are free); dS has
 one running exponent per 64 keys for all queries of a chunk (no Hopper MMA scales blocks, and both axes of dS are contracted), whatever
 ``config.ds_block`` says; where no exponent differs inside a tile all sums but dQ's are FP16 (``backward_halves``), else p meets dS as BF16;
-P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask for it (``fold_l_into_do`` only).
+P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask for it (``fold_l_into_do`` only);
+FP16 dQ of shared queries is added up in FP16 over a few sequences, under one power of two (``DQ_GROUP``).
 ``BACKWARD.md`` has the reasons and the measurements.
 """
 
@@ -25,6 +26,13 @@ from lp_fa4.sm90.forward_host import HEAD_DIMS, token_blocks
 
 SHARED_REPLICAS = 8
 """Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
+
+DQ_GROUP = 8
+"""Sequences that add their FP16 dQ of shared queries to one buffer, neighbours in the batch, in FP16 under one power of two: PMA's buffers
+of 512 queries and 768 sequences, 288 MiB, are 36 then, and the few at work at one time stay in L2. Between groups sums are FP32."""
+
+DQ_GROUP_KEYS = 65536
+"""Keys of a group on average at most, as far as whole sequences go: FP16 adds up a product per 128 of them, so 512 times."""
 
 HALVES = True
 """FP16 sums where exponents allow. What they cannot hold is found on the device, and goes to a second launch of the form with FP32 sums."""
@@ -52,6 +60,11 @@ def cluster_pays(p: AttentionProblem, deterministic: bool) -> bool:
     return CLUSTER_KEYS is not None and not p.causal and not deterministic and p.tokens >= p.batch * CLUSTER_KEYS
 
 
+def dq_buffers(p: AttentionProblem) -> int:
+    """Buffers of FP16 dQ of shared queries where groups of sequences share one. From shapes alone, which may be symbols (of a trace)."""
+    return torch.sym_max(-(-p.batch // DQ_GROUP), p.tokens // DQ_GROUP_KEYS) + 1  # a size that may be 1 would be guarded, and traced again
+
+
 def _check(problem: AttentionProblem, result: ForwardResult, dout: Tensor) -> None:
     reason = reason_against_backward(problem.head_dim, problem.config)
     if reason:
@@ -76,8 +89,9 @@ def backward(
     Args:
         problem, result: of the forward (of this module's or the reference's: only ``centred_out``, ``row_max``, ``row_sum`` are read).
         dout: bf16 ``[R, H, D]``. dlse: fp32 ``[H, R]`` or None.
-        deterministic: bitwise repeatable dQ (dK and dV always are). Shared queries: one dQ buffer a CTA. Others: one CTA takes all key
-            tiles of a sequence and head in order, so fewer than one (sequence, head) pair a multiprocessor leaves some idle.
+        deterministic: bitwise repeatable dQ (dK and dV always are). Shared queries: one dQ buffer a CTA. Others, and FP16 dQ (a buffer a
+            sequence then): one CTA takes all key tiles of a sequence and head in order, so fewer than one (sequence, head) pair a
+            multiprocessor leaves some idle.
         dq_dtype: of dq, fp32 or bf16. whole: dv with its mean part, added in FP32 before it is rounded, and no dv_mean.
 
     Raises: ``ValueError`` for what these kernels do not serve.
@@ -107,6 +121,8 @@ def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Si
         assert p.offsets_q is not None
         offsets_q = p.offsets_q.to(offsets_k.dtype)
     half = p.config.dq_dtype == torch.float16
+    # a power of the caller's is for one sequence's sums
+    grouped = half and p.shared_q and not deterministic and not isinstance(p.config.dq_scale, int) and DQ_GROUP > 1
     fold = (not p.q.is_static and p.q.block[0] % QUERY_TILE != 0) or p.k.block[0] == 32
     spec = BackwardSpec(
         head_dim=p.head_dim,
@@ -121,6 +137,7 @@ def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Si
         k_static=p.k.is_static,
         v_static=p.v.is_static,
         dq_half=half,
+        dq_grouped=grouped,
         deterministic=deterministic,
         cluster=cluster_pays(p, deterministic),
         suffix=not p.centred_backward and p.config.fold_l_into_do,
@@ -130,7 +147,10 @@ def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Si
     )
     tile_rows = rows_of(queries, p.rows, batch, QUERY_TILE)
     dq_rows = -(-p.q.shape[0] // QUERY_TILE) if p.shared_q else tile_rows
-    replicas = 1 if not p.shared_q else batch if half else multiprocessors(device) if deterministic else SHARED_REPLICAS
+    replicas = 1
+    if p.shared_q:
+        shares = dq_buffers(p) if grouped else batch
+        replicas = shares if half else multiprocessors(device) if deterministic else SHARED_REPLICAS
     return _Sizes(spec, offsets_k, offsets_q, tile_rows, rows_of(queries, p.rows, batch, CHUNK), dq_rows, replicas)
 
 
@@ -192,6 +212,7 @@ def prepare_backward(
         out_fp32=result.centred_out.dtype == torch.float32,
         q_static=p.q.is_static,
         dq_half=half,
+        dq_grouped=z.spec.dq_grouped,
         dq_scale_log2=config.dq_scale if half and isinstance(config.dq_scale, int) else None,
         k_static=z.spec.k_static,
         v_static=z.spec.v_static,
@@ -267,6 +288,9 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
     dk, dv = (empty(torch.uint8 if mxfp8 else torch.bfloat16, p.tokens, kv_heads, d) for _ in range(2))
     groups = group_rows(p.tokens, batch) if mxfp8 else 1
     scales = [empty(torch.uint8, groups, kv_heads, d // 32) for _ in range(2)]
+    group = -(-batch // z.replicas) if spec.dq_grouped else 0  # sequences that share a buffer
+    buffers = -(-batch // group) if group else z.replicas
+    powers = empty(torch.float32, z.chunk_rows // batch * buffers, p.heads) if group else None
     items, state = work_items(
         arch,
         offsets_k,
@@ -279,6 +303,9 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         need=need if spec.halves else None,
         slots=capacity if spec.halves else 0,
         shared=spec.shared,
+        dq_group=group,
+        dq_scale=dq_scale if group else None,
+        common=powers,
     )
     scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
     apart = spec.centred and not spec.whole
@@ -294,12 +321,13 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         do_tiles,
         stats,
         partial,
+        powers,
         dk,
         dv,
         *scales,
         scratch,
         suffix if spec.suffix else sums,
-        z.replicas,
+        group or z.replicas,
         z.dq_rows,
         ctas,
     )
@@ -312,7 +340,7 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         compile_postpass(arch, d, p.group, queries is None, p.shared_q, apart, spec.dq_half, dtype_name(offsets_k), dtype_name(dq)),
         device,
         partial.view(-1),
-        dq_scale if spec.dq_half else None,
+        (dq_scale if powers is None else powers) if spec.dq_half else None,
         dq,
         offsets_q,
         offsets_k,
@@ -320,7 +348,7 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         dv_mean,
         p.q.shape[0] if p.shared_q else queries or 0,
         z.dq_rows,
-        z.replicas,
+        buffers,
         1.0,
     )
     if mxfp8:

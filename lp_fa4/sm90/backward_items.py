@@ -6,7 +6,8 @@ key tiles of a sequence's first head, then of its second (field 1 says where the
 are few and their dQ and query operands stay in L2. Where sequences differ in the work of an item they are sorted, longest first (a counting
 sort with bins a sixteenth apart); elsewhere they stay in memory order.
 
-Two launches: one CTA gives each sequence its place, then a warp a sequence writes its items.
+Two launches: one CTA gives each sequence its place, then a warp a sequence writes its items. The second also finds the power of two that
+a group of sequences has in common (``join``): it stands between the pre-pass, which knows each one's, and the main kernel.
 """
 
 import cutlass
@@ -15,7 +16,7 @@ import torch
 from cutlass import Float32, Int32, Int64, const_expr
 from torch import Tensor
 
-from lp_fa4.common.numbers import bits_of, effect
+from lp_fa4.common.numbers import bits_of, effect, float_of
 from lp_fa4.compile import build, dtype_name, fake, kernel_cache, launch, symbol
 from lp_fa4.sm90.backward_layout import (
     CHUNK,
@@ -43,10 +44,10 @@ def item_capacity(tokens: int, batch: int, serial: bool, keys: int = KEY_TILE) -
 
 class WorkItems:
     """``jagged``: queries come from offsets; ``serial``, ``keys``: of an item; ``scaled``: the gradients have scale bytes; ``shared``: all
-    sequences have the same queries."""
+    sequences have the same queries; ``grouped``: some have one power of two of FP16 dQ."""
 
-    def __init__(self, jagged: bool, serial: bool, keys: int, scaled: bool, shared: bool):
-        self.jagged, self.serial, self.keys, self.scaled, self.shared = jagged, serial, keys, scaled, shared
+    def __init__(self, jagged: bool, serial: bool, keys: int, scaled: bool, shared: bool, grouped: bool):
+        self.jagged, self.serial, self.keys, self.scaled, self.shared, self.grouped = jagged, serial, keys, scaled, shared, grouped
 
     @cute.jit
     def __call__(
@@ -60,14 +61,17 @@ class WorkItems:
         dk_scale: cute.Tensor | None,
         dv_scale: cute.Tensor | None,
         need: cute.Tensor | None,
+        dq_scale: cute.Tensor | None,
+        common: cute.Tensor | None,
         slots: Int32,
         queries: Int32,
+        dq_group: Int32,
         stream,
     ):
         batch = Int32(offsets_k.shape[0]) - 1
         self.place(offsets_k, offsets_q, state, slots, queries).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
         grid = cutlass.max((batch + (THREADS // 32 - 1)) // (THREADS // 32), Int32(ZEROING))
-        self.write(offsets_k, offsets_q, items, state, dk, dv, dk_scale, dv_scale, need, slots, queries).launch(
+        self.write(offsets_k, offsets_q, items, state, dk, dv, dk_scale, dv_scale, need, dq_scale, common, slots, queries, dq_group).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -166,8 +170,11 @@ class WorkItems:
         dk_scale: cute.Tensor | None,
         dv_scale: cute.Tensor | None,
         need: cute.Tensor | None,
+        dq_scale: cute.Tensor | None,
+        common: cute.Tensor | None,
         slots: Int32,
         queries: Int32,
+        dq_group: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -209,6 +216,22 @@ class WorkItems:
                     zero16(x.iterator.toint() + Int64(i) * 16)
                 if bid == 0 and tid < size % 16:
                     x[size - 1 - tid] = cutlass.Uint8(0)
+        if const_expr(self.grouped):
+            heads = Int32(common.shape[1])
+            for i in cutlass.range(bid * THREADS + tid, Int32(common.shape[0]) * heads, grid * THREADS, unroll=1):
+                self.join(dq_scale, common, batch, dq_group, i // heads, i % heads)
+
+    @cute.jit
+    def join(self, dq_scale: cute.Tensor, common: cute.Tensor, batch: Int32, dq_group: Int32, row: Int32, head: Int32):
+        """What FP16 sums of dQ of a group's chunk and head must be multiplied by: the least power of two that is no less than the sum of
+        the members' own, under which each stays below 2^15; so all sums of any of their key tiles do."""
+        chunks = Int32(dq_scale.shape[0]) // batch
+        chunk, first = row % chunks, row // chunks * dq_group
+        total = Float32(0.0)
+        for b in cutlass.range(first, cutlass.min(first + dq_group, batch), unroll=4):
+            total = total + dq_scale[b * chunks + chunk, head]
+        up = float_of((bits_of(total) + 0x7FFFFF) & 0x7F800000)
+        common[row, head] = up if total > 0.0 else Float32(1.0)
 
     @cute.jit
     def needs(self, need: cute.Tensor, b: Int32, row0: Int32, rows: Int32):
@@ -231,12 +254,15 @@ def zero16(address):
 
 
 @kernel_cache
-def compile_items(arch: str, jagged: bool, serial: bool, keys: int, scaled: bool, needs: bool, shared: bool, offsets_dtype: str):
-    """Compile for ``arch``. Arguments at launch: as of :func:`work_items`; queries a sequence (if not jagged)."""
-    rows, width, offsets = symbol(), symbol(16), fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)
+def compile_items(
+    arch: str, jagged: bool, serial: bool, keys: int, scaled: bool, needs: bool, shared: bool, grouped: bool, offsets_dtype: str
+):
+    """Compile for ``arch``. Arguments at launch: as of :func:`work_items`; queries a sequence (if not jagged); sequences a group."""
+    rows, width, heads = symbol(), symbol(16), symbol()
+    offsets = fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)
     return build(
         arch,
-        WorkItems(jagged, serial, keys, scaled, shared),
+        WorkItems(jagged, serial, keys, scaled, shared, grouped),
         offsets,
         offsets,
         fake("int32", (symbol(), ITEM_FIELDS), compact=True),
@@ -244,8 +270,8 @@ def compile_items(arch: str, jagged: bool, serial: bool, keys: int, scaled: bool
         *[fake("uint8", (rows, width), compact=True) for _ in range(2)],
         *[fake("uint8", (symbol(),), compact=True) if scaled else None for _ in range(2)],
         fake("int32", (symbol(), symbol()), align=4, compact=True) if needs else None,
-        Int32(1),
-        Int32(1),
+        *[fake("float32", (symbol(), heads), align=4, compact=True) if grouped else None for _ in range(2)],
+        *[Int32(1)] * 3,
     )
 
 
@@ -262,6 +288,9 @@ def work_items(
     need: Tensor | None = None,
     slots: int = 0,
     shared: bool = False,
+    dq_group: int = 0,
+    dq_scale: Tensor | None = None,
+    common: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Items int32 ``[capacity, 8]`` (fields: ``backward_layout.ITEM_FIELDS``) and state int32 ``[5 + slots + B]``: the items' number, the
     words of ``backward_layout.COUNTER`` and those that follow it, first item of each sequence.
@@ -272,11 +301,28 @@ def work_items(
             become 0; or none. keys: of an item.
         need: int32 ``[chunk rows, H]`` of the pre-pass, or None. slots: one an item and head, if ``need`` is given. shared: all
             sequences have the same queries.
+        dq_group: neighbouring sequences that share a buffer of FP16 dQ, or 0. If so: dq_scale: fp32 ``[B * chunks, H]`` of the pre-pass;
+            common: the same of groups, ``[ceil(B / dq_group) * chunks, H]``, which is written.
     """
     batch, device = offsets_k.shape[0] - 1, offsets_k.device
     capacity = item_capacity(gradients[0].shape[0], batch, serial, keys)
     items = torch.empty(capacity, ITEM_FIELDS, dtype=torch.int32, device=device)
     state = torch.empty(REDO + slots + batch, dtype=torch.int32, device=device)
-    kernel = compile_items(arch, queries is None, serial, keys, bool(scales), need is not None, shared, dtype_name(offsets_k))
-    launch(kernel, device, offsets_k, offsets_q, items, state, *gradients, *(scales or (None, None)), need, slots, queries or 0)
+    kernel = compile_items(arch, queries is None, serial, keys, bool(scales), need is not None, shared, dq_group > 0, dtype_name(offsets_k))
+    launch(
+        kernel,
+        device,
+        offsets_k,
+        offsets_q,
+        items,
+        state,
+        *gradients,
+        *(scales or (None, None)),
+        need,
+        dq_scale,
+        common,
+        slots,
+        queries or 0,
+        dq_group,
+    )
     return items, state

@@ -64,7 +64,9 @@ class BackwardSpec:
         tiles: exponents of q differ from query tile to query tile, not inside one; those of k not inside a key tile.
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
         k_static, v_static: one exponent a head instead of one per 32 keys.
-        dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence, also where queries are shared).
+        dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence).
+        dq_grouped: neighbouring sequences have one buffer, under one power of two a chunk and head that ``backward_items`` finds
+            (``dq_half`` and ``shared``). Otherwise each has its own, which the statistics know.
         deterministic: reductions from one CTA are performed one after the other.
         halves: scores and dP in FP16 (``backward_halves``); static exponents of k and v, no groups. Done only where the pre-pass
             found that FP16 holds them; instead: by this kernel only where it does not.
@@ -83,6 +85,7 @@ class BackwardSpec:
     k_static: bool = True
     v_static: bool = True
     dq_half: bool = False
+    dq_grouped: bool = False
     deterministic: bool = False
     cluster: bool = False
     suffix: bool = False
@@ -139,7 +142,8 @@ class BackwardSpec:
 
 @dataclass(frozen=True)
 class PrepassSpec:
-    """Compile-time choices of the pre-pass: see ``backward_prepass``. ``rows``: no chunk has more queries (:func:`chunk_rows`)."""
+    """Compile-time choices of the pre-pass: see ``backward_prepass``. ``rows``: no chunk has more queries (:func:`chunk_rows`).
+    ``dq_grouped``: the power of two on FP16 sums of dQ is not this sequence's alone, so no statistic has it."""
 
     head_dim: int
     shared: bool
@@ -152,6 +156,7 @@ class PrepassSpec:
     q_static: bool
     dq_half: bool = False
     dq_scale_log2: int | None = None
+    dq_grouped: bool = False
     k_static: bool = True
     v_static: bool = True
     causal: bool = False

@@ -230,8 +230,16 @@ class Prepass(SharedRows):
                 exponents = top_k + top_v - 2 * 127
                 if const_expr(not spec.halves):
                     exponents = self.exponents(k_scale, v_scale, offsets_k, b, keys, head, heads)
-                dq_power = self.dq_power(peaks, exponents, softmax_scale)
-                dq_scale[chunk_row, head] = Float32(1.0) / dq_power
+                largest = self.largest(peaks)
+                dq_power = self.dq_power(largest, exponents, softmax_scale)
+                if const_expr(spec.dq_grouped):
+                    share = Float32(1.0) / dq_power
+                    if largest == 0 or keys == 0:  # bounds nothing: others may have small gradients
+                        share = Float32(0.0)
+                    dq_scale[chunk_row, head] = share
+                    dq_power = Float32(1.0)
+                else:
+                    dq_scale[chunk_row, head] = Float32(1.0) / dq_power
             scale_row = start // 32 + b
             if const_expr(spec.shared):
                 scale_row = Int32(0)
@@ -548,14 +556,19 @@ class Prepass(SharedRows):
         return e_k + e_v - 2 * 127
 
     @cute.jit
-    def dq_power(self, peaks, exponents, softmax_scale):
+    def largest(self, peaks):
+        """Largest magnitude of dO in the chunk, as ``encode`` left it a warp."""
+        largest = peaks[WARPS]
+        for i in cutlass.range_constexpr(WARPS + 1, 2 * WARPS):
+            largest = cutlass.max(largest, peaks[i])
+        return largest
+
+    @cute.jit
+    def dq_power(self, largest, exponents, softmax_scale):
         """Power of two under which no FP16 sum of this chunk's dQ can overflow (``power_of_sums``)."""
         spec = self.spec
         if const_expr(spec.dq_scale_log2 is not None):
             return float_of(Int32((127 + spec.dq_scale_log2) << 23))
-        largest = peaks[WARPS]
-        for i in cutlass.range_constexpr(WARPS + 1, 2 * WARPS):
-            largest = cutlass.max(largest, peaks[i])
         power = power_of_sums(spec.head_dim, softmax_scale, largest, exponents, norms=spec.halves)
         if largest == 0:
             power = Int32(0)
@@ -648,7 +661,8 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     those of ``fake_results``; q: uint8 ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless
     ``dq_half`` or ``halves``); offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums:
     fp32 ``[chunk rows, H, D]``, column sums of dO; suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
-    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None otherwise); need: int32 ``[chunk rows, H]``,
+    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None unless ``dq_half``; ``dq_grouped``: what those of this
+    sequence alone would, 0 where it has no gradient or no keys); need: int32 ``[chunk rows, H]``,
     ``NEED_*`` where FP16 scores do not do (None unless ``halves``); dq: as fp32, flat, to be zeroed; queries per sequence (if not jagged);
     softmax scale.
     """

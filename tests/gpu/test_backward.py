@@ -156,6 +156,36 @@ def test_fp16_sums_of_dq(name):
     assert torch.equal(a.dq, b.dq)
 
 
+@pytest.mark.parametrize("last", [0.0, 1e4, 1e8, float("nan")])
+def test_groups_of_fp16_dq(last, monkeypatch):
+    """Sequences that share a buffer of FP16 dQ, and a power of two: whatever the last one's dO is, the others' dK and dV have the bits that
+    they have with a buffer each; dQ is as right as the reference's, in rows too where only the others have gradients."""
+    from lp_fa4.sm90 import backward_host
+
+    lengths, queries = (0, 300, 129, 1, 0, 40, 1000, 64, 5, 200, 128, 70, 260), 130
+    p = configured(Case(lengths, queries=queries, heads=3, kv_heads=3).make(23), dq_dtype=torch.float16)
+    result, dout = reference.forward(p), gradient(p)
+    dout[:queries] *= 1e8  # of a sequence without keys: no part of anything
+    dout[queries : 2 * queries] *= 1e-4
+    monkeypatch.setattr(backward_host, "DQ_GROUP", 1)
+    apart = run(p, result, dout)
+    monkeypatch.undo()
+    dout[-queries:] *= last
+    ours = run(p, result, dout)
+    begin = int(p.offsets_k[-2])
+    for name in ("dk", "dv"):
+        a, b = (values(getattr(g, name))[:begin] for g in (ours, apart))
+        assert torch.equal(a, b), name
+    if last == last:
+        check(p, dout)
+    dout[-queries:] = gradient(p)[-queries:]
+    dout[-queries + 1 :] *= 0.0
+    dout[-queries] *= 1e4 if last == last else last  # one row alone: the others keep what they are
+    calm = dout.nan_to_num(0.0)  # the same in those
+    ours, theirs, truth = run(p, result, dout), reference.backward(p, result, calm), truth_of(p, calm)[0]
+    assert relative(ours.dq[1:], truth[1:]) <= 2.0 * relative(theirs.dq[1:], truth[1:])
+
+
 def test_after_our_forward():
     """The whole path: the kernels' own forward feeds the backward."""
     from lp_fa4.sm90.forward_host import forward

@@ -2,12 +2,14 @@
 
     python -m tests.sm90.backward_emulated '{"lengths": [100, 31], "queries": 70}' [SCHEDULE:SEED ...]
 
-Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
+One problem or a list of them, which costs kernels that they share once. Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
 ``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths),
 ``whole`` (true: dV with its mean part, BF16 dQ), ``align`` (of dO's rows), ``fall`` (q times two to this from row 128 on), ``chunk`` (query
 tiles that are summed inside the tensor core, instead of 32: long loops on few queries), ``sink`` (true: all queries are one and dO is one
-column of ones, nearly, so that FP16 sums of dV overflow). Prints
-one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
+column of ones, nearly, so that FP16 sums of dV overflow), ``sizes`` (of each sequence's dO), ``dq_group`` (sequences that share a buffer of
+FP16 dQ), ``extreme`` (true: dQ as large as its bound allows, to a factor of 2), ``probe`` (true: dK and dV keep their
+bits with a buffer of dQ a sequence, and with NaN and 10^4 in the last sequence's dO).
+Prints one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
 reference. Lanes that did not meet (``tests.sanitizer.lanes``) end it with an error. A process of its own: the emulated architecture is
 fixed at import.
 """
@@ -41,7 +43,12 @@ def set_chunk(tiles: int) -> None:
 
 
 def main(text: str, schedules: list[str]) -> None:
-    fields = json.loads(text)
+    problem_or_more = json.loads(text)
+    for fields in problem_or_more if isinstance(problem_or_more, list) else [problem_or_more]:
+        execute(fields, schedules)
+
+
+def execute(fields: dict, schedules: list[str]) -> None:
     grads, deterministic, growth = fields.pop("grads", "bf16"), fields.pop("deterministic", False), fields.pop("growth", 1.0)
     of_all = fields.pop("size", 1.0)
     cluster_keys = 0 if fields.pop("cluster", False) else None
@@ -50,11 +57,20 @@ def main(text: str, schedules: list[str]) -> None:
     problems.DEVICE = torch.device("cpu")
     whole, fall, align = fields.pop("whole", False), fields.pop("fall", 0), fields.pop("align", False)
     sink = fields.pop("sink", False)
+    sizes, dq_group, probe = fields.pop("sizes", None), fields.pop("dq_group", None), fields.pop("probe", False)
+    extreme = fields.pop("extreme", False)
 
     def edit(q, k, v, offsets):
         q[128:].mul_(2.0**fall)
         if sink:
             q[:] = q[:1].clone()
+        if (
+            extreme
+        ):  # near equal probabilities; every code of k and v is 448, of one sign in a key; every product of dO and v meets its bound
+            q.mul_(0.3)
+            for x in (k, v):
+                x[:] = 0.875
+                x[::2] *= -1.0
 
     case = problems.Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
     p = case.make(edit=edit)
@@ -65,18 +81,23 @@ def main(text: str, schedules: list[str]) -> None:
     if sink:
         dout = 0.01 * dout
         dout[..., 5] = 1.0
+    if extreme:
+        dout = torch.ones_like(dout)
+    if sizes is not None:
+        dout = dout * torch.tensor(sizes).repeat_interleave(p.rows // len(sizes))[:, None, None].bfloat16()
     theirs = reference.backward(p, result, dout)
     if whole:
         mean = theirs.dv_mean[problems.row_sequences(p.offsets_k, p.tokens)]
         theirs = theirs._replace(dv=theirs.dv.float() + mean, dv_mean=None)
 
-    def call():
+    def call(dout=dout, dq_group=dq_group):
         from lp_fa4.sm90 import backward_host as module
         from lp_fa4.sm90 import recode
 
         if chunk is not None:
             set_chunk(chunk)
         with (
+            mock.patch.object(module, "DQ_GROUP", dq_group or module.DQ_GROUP),
             mock.patch.object(module, "arch_of", lambda device: "sm_90a"),
             mock.patch.object(recode, "arch_of", lambda device: "sm_90a"),
             mock.patch.object(module, "multiprocessors", lambda device: MULTIPROCESSORS),
@@ -91,7 +112,28 @@ def main(text: str, schedules: list[str]) -> None:
             ours, run = api.call_under(call, "sm_90a", api.Schedule(kind, int(seed or 0)), check=True)
             report = compare(p, dout, ours, theirs)
             print(json.dumps({"schedule": name, "steps": run.steps, **report}), flush=True)
+            if probe:
+
+                def again(*changed, schedule=api.Schedule(kind, int(seed or 0))):  # noqa: B008
+                    return api.call_under(lambda: call(*changed), "sm_90a", schedule, check=True)[0]
+
+                isolated(p, dout, ours, again)
     assert not unexplained(lanes), unexplained(lanes)
+
+
+def isolated(p, dout, ours, again) -> None:
+    """Others than the last sequence keep all bits of dK and dV, whatever its dO is, and however dQ is summed."""
+    last, q = int(p.offsets_k[-2]), p.rows // p.batch
+    loud, broken = dout.clone(), dout.clone()
+    loud[-q:] *= 1e4
+    broken[-q:, :, 0] = float("nan")
+    for name, changed, group in (("a buffer a sequence", dout, 1), ("10^4", loud, None), ("NaN", broken, None)):
+        other = again(changed, *(() if group is None else (group,)))
+        for part in ("dk", "dv"):
+            a, b = (x.codes if hasattr(x, "codes") else x for x in (getattr(ours, part), getattr(other, part)))
+            assert torch.equal(a[:last].view(torch.uint8), b[:last].view(torch.uint8)), (name, part)
+        a, b = ours.dq.float(), other.dq.float()
+        print(name, "dq differs by", float((a - b).norm() / a.norm()), "not finite", int((~torch.isfinite(b)).sum()), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ VARIANTS = [
     {"shared": False, "long": True, "group": 4, "tiles": True, "whole": True, "jagged": True, "k_static": False, "v_static": False},
     {"shared": False, "long": True, "group": 4, "causal": True, "centred": False, "suffix": True, "dq_half": True},
     {"head_dim": 64, "shared": False, "fold": True, "k_static": False, "v_static": False, "dq_half": True},
-    {"instead": True, "mxfp8": True, "dq_half": True},
+    {"instead": True, "mxfp8": True, "dq_half": True, "dq_grouped": True},
     {"halves": True, "mxfp8": True},
-    {"halves": True, "mxfp8": True, "dq_half": True},
+    {"halves": True, "mxfp8": True, "dq_half": True, "dq_grouped": True},
     {"halves": True, "shared": False, "long": True, "mxfp8": True},
     {"halves": True, "shared": False, "long": True, "causal": True, "centred": False, "suffix": True, "mxfp8": True, "dq_half": True},
     {

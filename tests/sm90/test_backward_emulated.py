@@ -41,12 +41,25 @@ CASES = {
     "two CTAs, empty tiles, scale moves at the end": dict(
         bounded=True, lengths=[300, 5], queries=140, heads=1, kv_heads=1, block=[32, 128], grads="mxfp8", dq_dtype="float16", cluster=True
     ),
-    "two query tiles an item, item after item: maxima of dS outlive their reading": dict(
-        bounded=True, lengths=[300, 130], queries=100, heads=1, kv_heads=1, dim=64, dq_dtype="float16"
-    ),
     "long loop, second chunk, warps follow a scale of dS that moves": dict(
         bounded=True, lengths=[70], queries=600, heads=1, kv_heads=1, shared=False, chunk=8, growth=1.15, dq_dtype="float16"
     ),
+    "FP16 dQ, two sequences a buffer, zeros, no keys, one 10,000 times larger; five a buffer, as large as the bound allows": [
+        dict(
+            bounded=True,
+            lengths=[130, 0, 40, 129, 20],
+            queries=70,
+            heads=1,
+            kv_heads=1,
+            dim=64,
+            dq_dtype="float16",
+            dq_group=2,
+            sizes=[1.0, 1e6, 0.0, 1e-4, 1e4],
+        ),
+        dict(
+            bounded=True, lengths=[128, 40, 6, 20, 2], queries=33, heads=1, kv_heads=1, dim=64, dq_dtype="float16", mean=False, extreme=True
+        ),
+    ],
     "head 64, scale of dS moves": dict(bounded=True, lengths=[150], queries=150, heads=1, kv_heads=1, dim=64, growth=8.0),
     "FP16 sums of dV overflow: done again, but for dQ": dict(
         bounded=True, lengths=[40], queries=150, heads=1, kv_heads=1, shared=False, grads="mxfp8", sink=True
@@ -56,10 +69,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_emulated(name):
-    command = [sys.executable, "-m", "tests.sm90.backward_emulated", json.dumps(CASES[name]), "pct:1"]
+    case = CASES[name]
+    problems = case if isinstance(case, list) else [case]
+    command = [sys.executable, "-m", "tests.sm90.backward_emulated", json.dumps(problems), "pct:1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(reports) == 1
-    numbers = {key: value for key, value in reports[0].items() if key not in ("schedule", "steps")}
-    assert_agrees(numbers, CASES[name].get("grads", "bf16"), halves=CASES[name].get("block", [128])[0] != 32)
+    assert len(reports) == len(problems)
+    for problem, report in zip(problems, reports, strict=True):
+        numbers = {key: value for key, value in report.items() if key not in ("schedule", "steps")}
+        assert_agrees(numbers, problem.get("grads", "bf16"), halves=problem.get("block", [128])[0] != 32)
