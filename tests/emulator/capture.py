@@ -405,6 +405,7 @@ def install(arch: str) -> Runtime:
     _folder = tempfile.TemporaryDirectory(prefix="emulator-")
     root = Path(_folder.name)
     created = Runtime()
+    os.environ.pop("LP_FA4_CACHE_DIR", None)  # a kernel that is loaded comes without its PTX
     os.environ.update(
         CUTE_DSL_ARCH=arch,
         CUTE_DSL_LIBS=str(created.build(root)),
