@@ -2,7 +2,8 @@
 
     python -m tests.sm90.backward_emulated '{"lengths": [100, 31], "queries": 70}' [SCHEDULE:SEED ...]
 
-One problem or a list of them, which costs kernels that they share once. Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"), ``dq_dtype`` ("float32", "float16"), ``deterministic``,
+One problem, or a list of them that share compiled kernels. Keys are those of ``tests.gpu.problems.Case``, and ``grads`` ("bf16", "mxfp8"),
+``dq_dtype`` ("float32", "float16"), ``deterministic``,
 ``growth`` (dO times growth every 40 rows), ``size`` (of dO), ``cluster`` (true: two CTAs share query tiles whatever the lengths),
 ``whole`` (true: dV with its mean part, BF16 dQ), ``align`` (of dO's rows), ``fall`` (q times two to this from row 128 on), ``chunk`` (query
 tiles that are summed inside the tensor core, instead of 32: long loops on few queries), ``sink`` (true: all queries are one and dO is one
