@@ -129,10 +129,11 @@ def other_forms(lengths: tuple[int, ...], place: Any) -> None:
 
 def static_exponents(lengths: tuple[int, ...], place: Any) -> None:
     """Attention on static exponents, forward and backward: with queries whose FP16 sums are certain and with larger ones, which Hopper
-    takes through loops of their own; of shared queries and causal."""
+    takes through loops of their own; of shared queries, once with FP16 dQ, and causal."""
     import torch
 
     from lp_fa4 import mx_attention, mx_attention_backward, quantize_mx
+    from lp_fa4.config import DEFAULT
     from tests.conftest import offsets_of
 
     g, offsets = torch.Generator().manual_seed(0), offsets_of(lengths).to(place.device)
@@ -151,6 +152,8 @@ def static_exponents(lengths: tuple[int, ...], place: Any) -> None:
             shared = static(q, exponent)
             _, _, result = mx_attention(shared, keys, values, shared_q=True, return_result=True, **given)
             mx_attention_backward(dout.bfloat16(), result, shared, keys, values, shared_q=True, **given)
+        half = DEFAULT.with_(dq_dtype=torch.float16)
+        mx_attention_backward(dout.bfloat16(), result, shared, keys, values, shared_q=True, config=half, **given)
         causal = static(own, 0, offsets)
         _, _, result = mx_attention(causal, keys, values, causal=True, return_result=True, **given)
         mx_attention_backward(dout[: sum(lengths)].bfloat16(), result, causal, keys, values, causal=True, **given)
