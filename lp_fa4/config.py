@@ -1,8 +1,9 @@
 """Numeric choices of the attention core: what is rounded, where, and on which scale.
 
 One frozen object, :class:`AttentionConfig`, is read by the reference and by every kernel, so that "the same rounding points" is a fact
-about an object and not a hope. The defaults are the project's own design; :meth:`AttentionConfig.post` is the conventional recipe
-(normalised P in the backward, no centring) kept for comparison.
+about an object and not a hope. ``lp_fa4/NUMERICS.md`` has what happens between them, how backends differ, and what is lost. The defaults
+are the project's own design; :meth:`AttentionConfig.post` is the conventional recipe (normalised P in the backward, no centring) kept for
+comparison.
 
 Why the bound on P: the lazy running maximum lets ``p = exp2(s - m)`` reach ``2**rescale_threshold`` before it is scaled by
 ``2**p_scale_log2`` and rounded to E4M3, whose largest value is 448. Past that bound P saturates without a NaN or an error while the row
@@ -60,7 +61,9 @@ class AttentionConfig:
         p_scale_log2: power of two on P in the forward.
         rescale_threshold: tau, in log2 units. 0 is the plain running maximum.
         key_tile: keys per tile of the running maximum, a multiple of 32.
-        p_scale_backward_log2: power of two on P in the backward, where P <= 1.
+        p_scale_backward_log2: power of two on P in the backward, where P <= 1. Where Hopper sums dV in FP16 (static exponents, or one for
+            each whole tile) P is coded 2^2 smaller, 2^6 by default, so that the sum of 512 queries on one key stays in range; E4M3 loses
+            nothing by it (``lp_fa4/NUMERICS.md``).
         fold_l_into_do: divide dO by the row sum before it is quantized, so that P's size does not fall with the length.
         delta_from: which dO the row term D is made of. ``"quantized"`` keeps the row sums of dS near 0.
         align_do: give P a factor f in (1/2, 1] and dO / l the factor 1 / f, a row at a time, with max|dO| / (l f) a power of two: then the
