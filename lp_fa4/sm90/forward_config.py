@@ -16,6 +16,9 @@ FEW_KEYS = 256
 FEW_COLUMNS = (8, 16, 64)
 """Its widths: query rows times heads of a group, rounded up. Its scalar work grows with them."""
 
+FEW_PARTS = "float16"
+"""How its CTAs leave O: times 2**-10, so that nothing but NaN leaves FP16 (256 keys' codes of at most 448 each), or "float32"."""
+
 WIDER = 2
 """Powers of two that P's scale gives to the threshold where V's exponents are not folded into P: with 2**5 and 3.75 instead of 2**7
 and 1.75 P's bound is the same, and few tiles move a reference. E4M3 then loses P under 2**-14 of the largest instead of 2**-16."""
@@ -51,6 +54,7 @@ class FewSpec:
     query_static: bool = True
     values: str = "copied"
     p_scale_log2: int = 7
+    parts: str = FEW_PARTS
 
     @property
     def turns(self) -> bool:
@@ -76,6 +80,7 @@ class ForwardSpec:
         split_keys: keys per split, 0 for none; then the kernel writes partial results for ``forward_merge``.
         p_scale_log2, threshold: power of two on P; growth of the maximum that is left alone (both log2 units).
         stages: K and V^T tiles in flight.
+        parts: "float32" or "float16" where the splits are ``forward_few``'s, as that leaves them.
         retries: whole tiles go unseen and are done again where a P is too large; otherwise their maxima come first (``forward_softmax``).
         halves: scores in FP16 where a row's codes allow it (``forward_halves``).
         together: key tiles whose P V shares an accumulator, with ``halves``.
@@ -103,6 +108,7 @@ class ForwardSpec:
     together: int = 1
     lag: int = 4
     tied: int = 2
+    parts: str = ""
 
     def __post_init__(self) -> None:
         assert not (self.centred and self.causal), "causal rows have no common sum of V"
@@ -152,6 +158,11 @@ class ForwardSpec:
     def growth(self) -> float:
         """How far a score may exceed its row's reference, log2 units."""
         return self.threshold + (0 if self.folded else WIDER)
+
+    @property
+    def parts_log2(self) -> int:
+        """Power of two on ``forward_few``'s parts, beside P's."""
+        return -10 if self.parts == "float16" else 0
 
     @property
     def resumes(self) -> bool:

@@ -2,9 +2,10 @@
 
 The products are turned round: keys are the MMA's 64 rows and (query, head of the group) pairs its columns, so that a few
 queries do not pay for 64 rows of one, and the query heads that share a key/value head share its loads:
-``S^T = K Q^T``, then ``O^T = V^T P^T`` with P^T through shared memory. V without a copy that has tokens innermost is turned where it lies
-in shared memory. All loads of a CTA start at once; what a CTA waits
-for, its two neighbours on the multiprocessor hide. Each CTA leaves its part, ``forward_merge`` adds the parts.
+``S^T = K Q^T``, then ``O^T = V^T P^T`` with P^T through shared memory. V without a copy that has tokens innermost is turned where it
+lies in shared memory. All loads of a CTA start at once; what a CTA waits for, its two neighbours on the multiprocessor hide. Each CTA
+leaves its part, ``forward_merge`` adds the parts: O's columns in the order in which threads hold them, FP16 and times 2^-10
+(``FEW_PARTS``), and for each query a record of row sum, reference, maximum and centre.
 
 The slot of a CTA follows the tile rule (256 tokens), so there is no work list. With centred P every CTA of a sequence needs
 the same centre: it takes the mean score of the sequence's first 32 keys, which it loads before its own (from L2).
@@ -18,16 +19,17 @@ from cutlass import Float8E4M3FN as E4M3
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from lp_fa4.common.numbers import e4m3x4, effect, exp2, exponent_of_byte, scale_of_byte
+from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.numbers import e4m3x4, effect, exp2, exponent_of_byte, f16x2, scale_of_byte
 from lp_fa4.common.sequence import find_sequence
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.forward_config import FEW_KEYS as KEYS
 from lp_fa4.sm90.forward_config import FewSpec
 from lp_fa4.sm90.forward_consumer import visible_factor
 from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
-from lp_fa4.sm90.forward_turn import load_block, loaded_from, selector_of, store_block, stored_to
+from lp_fa4.sm90.forward_turn import loaded_from, selector_of, store_block, stored_to
 from lp_fa4.sm90.transpose import load16
-from lp_fa4.sm90.wgmma import issue
+from lp_fa4.sm90.wgmma import low_half, product
 
 THREADS = 128
 READ_ONCE = 0x12F0000000000000
@@ -57,6 +59,19 @@ def store_byte(address: Int32, value: Int32):
     """One byte to shared memory."""
     target = cute.make_tensor(cute.make_ptr(Uint8, address, cute.AddressSpace.smem, assumed_align=1), cute.make_layout(1))
     target[0] = Uint8(value & 255)
+
+
+def place_of(target, index) -> Int64:
+    """Address of an element in device memory."""
+    return Int64((target.iterator + cute.crd2idx(index, target.layout)).toint())
+
+
+@cute.jit
+def store_run(place: Int64, values: cute.Tensor):
+    """Registers to device memory, in one store."""
+    size = cute.size(values)
+    target = cute.make_ptr(values.element_type, place, cute.AddressSpace.gmem, assumed_align=4 * size)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(size)))
 
 
 @cute.jit
@@ -178,6 +193,7 @@ class FewQueries:
             barriers: cute.struct.MemRange[Int64, 2]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, n], 16]
             reduced: cute.struct.Align[cute.struct.MemRange[Float32, 4 * 4 * n], 16]
+            kept: cute.struct.Align[cute.struct.MemRange[Float32, 4 * n], 16]
             q: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(l_v)], 1024]
@@ -197,7 +213,8 @@ class FewQueries:
         s_p = cute.make_tensor(cute.recast_ptr(own, l_p.inner, dtype=E4M3), l_p.outer)  # over K, which is read by then
         factors = storage.factors.get_tensor(cute.make_layout(n))
         reduced = storage.reduced.get_tensor(cute.make_layout((n, 4, 4)))
-        q_base, k_base, v_base = (Int32(x.toint()) for x in (storage.q.data_ptr(), own, storage.v.data_ptr()))
+        kept = storage.kept.get_tensor(cute.make_layout((4, n)))
+        places = tuple(Int32(x.toint()) for x in (storage.q.data_ptr(), head, own, storage.v.data_ptr()))
         if tid == 0:
             for atom in (k_atom, whole_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
@@ -214,7 +231,7 @@ class FewQueries:
         if (start == 0) | (start < keys):
             if tid < 32:
                 self.load((k_atom, t_k, s_k), (whole_atom, t_whole, s_whole), (v_atom, t_v, s_w), bars, kv_head, first_key, keys, start, b)
-            self.load_queries(q, q_scale, k_scale, q_base, factors, b, kv_head, queries, scale_log2)
+            self.load_queries(q, q_scale, k_scale, places[0], factors, b, kv_head, queries, scale_log2)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
             self.compute(
@@ -227,8 +244,9 @@ class FewQueries:
                 bars,
                 factors,
                 reduced,
-                k_base,
-                v_base,
+                kept,
+                places,
+                kv_heads >> 31,
                 k_scale,
                 v_scale,
                 parts,
@@ -313,12 +331,16 @@ class FewQueries:
 
     @cute.jit
     def compute(
-        self, mma, s_q, s_head, s_own, s_v, s_p, bars, factors, reduced, p_base: Int32, v_base: Int32, k_scale, v_scale, parts, stats,
+        self, mma, s_q, s_head, s_own, s_v, s_p, bars, factors, reduced, kept, places, zero: Int32, k_scale, v_scale, parts, stats,
         slot: Int32, kv_head: Int32, b: Int32, first_key: Int32, keys: Int32, start: Int32,
     ):  # fmt: skip
-        """Scores, softmax over this CTA's keys, P V; results to ``parts`` and ``stats``."""
+        """Scores, softmax over this CTA's keys, P V; results to ``parts`` and ``stats``.
+
+        ``places``: addresses of Q, of the first keys, of this CTA's keys (and P), of V. ``zero``: as in ``wgmma.described``.
+        """
         spec = self.spec
         d, n = spec.head_dim, spec.columns
+        q_place, head_place, k_place, v_place = places
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = tid // 32, tid % 32
         queries = Int32(parts.shape[2])
@@ -331,9 +353,6 @@ class FewQueries:
         scores = [cute.make_rmem_tensor(shape, Float32) for _ in range(blocks + int(spec.centred))]
         # what the softmax needs of the scales is loaded while K arrives
         row, last = first_key // 32 + b, cutlass.max(cute.ceil_div(keys, 32) - 1, 0)
-        factor_out = Float32(2.0**-spec.p_scale_log2)
-        if const_expr(spec.value_scale == 0):
-            factor_out = factor_out * scale_of_byte(Int32(v_scale[0, kv_head]))
         scales, exponents, undo = [], [], []
         top = Float32(0.0)
         for m in cutlass.range_constexpr(len(scores)):
@@ -348,7 +367,8 @@ class FewQueries:
         cute.arch.mbarrier_wait(bars, 0)
         for m in cutlass.range_constexpr(len(scores)):
             keys_m = a_k[None, None, None, m] if const_expr(m < blocks) else a_head[None, None, None, 0]
-            issue(mma, scores[m], keys_m, b_q[None, None, None, 0])
+            place = k_place + m * (64 * d) if const_expr(m < blocks) else head_place
+            product(mma, scores[m], keys_m, b_q[None, None, None, 0], True, low_half(q_place), d, low_half(place), d, zero)
         warpgroup.wait_group(0)
         for m in cutlass.range_constexpr(len(scores)):
             for j in cutlass.range_constexpr(n // 8):
@@ -394,6 +414,7 @@ class FewQueries:
             top = cute.arch.fmax(cute.arch.fmax(reduced[0, 0, 3], reduced[1, 0, 3]), cute.arch.fmax(reduced[2, 0, 3], reduced[3, 0, 3]))
             cute.arch.sync_threads()  # that corner takes sums below
         count = Float32(cutlass.max(cutlass.min(keys, HEAD_KEYS), 1))
+        totals = []
         for j in cutlass.range_constexpr(n // 8):
             for c in cutlass.range_constexpr(2):
                 column = 8 * j + 2 * (lane % 4) + c
@@ -426,42 +447,65 @@ class FewQueries:
                         # "accumulator" order of V^T: token t of a run of 16 lies at 4 (t % 8 / 2) + t % 2 + 2 (t / 8)
                         position = (64 * m + 16 * warp) % 128 + 4 * (lane // 8) + (lane // 4) % 2 + 2 * r
                         at = (m // 2) * (128 * n) + column * 128 + (((position >> 4) ^ (column & 7)) << 4) + (position & 15)
-                        store_byte(p_base + at, code)
-                total = column_sum(total)
-                if lane < 4:
-                    reduced[column, warp, 3] = total
-                    if warp == 0:
-                        query, head = column // spec.group, kv_head * spec.group + column % spec.group
-                        if query < queries:
-                            stats[1, slot, head, query], stats[2, slot, head, query] = reference, value
-                            stats[3, slot, head, query] = mean
-        cute.arch.mbarrier_wait(bars + 1, 0)
-        if const_expr(spec.turns):
-            self.turn(v_base, keys - start)
-        else:
-            for h in cutlass.range_constexpr(2):
-                if keys - start - 128 * h <= 96:
-                    self.clear(v_base + h * (128 * d), keys - start - 128 * h)
+                        store_byte(k_place + at, code)
+                totals.append(total)
+                if tid < 4:
+                    kept[1, column], kept[2, column], kept[3, column] = reference, value, mean
+        for offset in (4, 8, 16):  # all columns' sums at once: one by one their latencies would add up
+            totals = [total + cute.arch.shuffle_sync_bfly(total, offset=offset) for total in totals]
+        if lane < 4:
+            for i in cutlass.range_constexpr(n // 4):
+                reduced[8 * (i // 2) + 2 * lane + i % 2, warp, 3] = totals[i]
+        # P's fence and barrier stand here, not behind the wait for V, which most CTAs reach before V does
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
+        cute.arch.mbarrier_wait(bars + 1, 0)
+        if const_expr(spec.turns):
+            self.turn(v_place, keys - start)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+        elif keys - start <= KEYS - 32:
+            for h in cutlass.range_constexpr(2):
+                if keys - start - 128 * h <= 96:
+                    self.clear(v_place + h * (128 * d), keys - start - 128 * h)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
         halves = [cute.make_rmem_tensor(mma.partition_shape_C((d, n)), Float32) for _ in range(2)]
         for h in cutlass.range_constexpr(2):
-            issue(mma, halves[h], a_v[None, None, None, h], b_p[None, None, None, h])
+            values, p = low_half(v_place + h * (128 * d)), low_half(k_place + h * (128 * n))
+            product(mma, halves[h], a_v[None, None, None, h], b_p[None, None, None, h], True, p, 128, values, 128, zero)
         if tid < n:
             query, head = tid // spec.group, kv_head * spec.group + tid % spec.group
             if query < queries:
                 total = (reduced[tid, 0, 3] + reduced[tid, 1, 3]) + (reduced[tid, 2, 3] + reduced[tid, 3, 3])
-                stats[0, slot, head, query] = total * 2.0**-spec.p_scale_log2
+                record = cute.make_rmem_tensor(4, Float32)
+                record[0] = total * 2.0**-spec.p_scale_log2
+                for i in cutlass.range_constexpr(1, 4):
+                    record[i] = kept[i, tid]
+                store_run(place_of(stats, (slot, head, query, 0)), record)
+        # a thread's columns of a query side by side, in the order that ``forward_merge.column_of`` undoes
+        width, targets = d // 32, []
+        for i in cutlass.range_constexpr(n // 4):
+            column = 8 * (i // 2) + 2 * (lane % 4) + i % 2
+            query, head = column // spec.group, kv_head * spec.group + column % spec.group
+            targets.append((query, place_of(parts, (slot, head, query, width * (8 * warp + lane // 4)))))
         warpgroup.wait_group(0)
-        for m in cutlass.range_constexpr(d // 64):
-            for j in cutlass.range_constexpr(n // 8):
-                for c in cutlass.range_constexpr(2):
-                    column = 8 * j + 2 * (lane % 4) + c
-                    query, head = column // spec.group, kv_head * spec.group + column % spec.group
-                    if query < queries:
+        for j in cutlass.range_constexpr(n // 8):
+            for c in cutlass.range_constexpr(2):
+                query, place = targets[2 * j + c]
+                if query < queries:
+                    sums = cute.make_rmem_tensor(width, Float32)
+                    for m in cutlass.range_constexpr(d // 64):
                         for r in cutlass.range_constexpr(2):
                             i = c + 2 * r + 4 * j + (n // 2) * m
-                            parts[slot, head, query, 64 * m + 16 * warp + lane // 4 + 8 * r] = (halves[0][i] + halves[1][i]) * factor_out
+                            sums[2 * m + r] = halves[0][i] + halves[1][i]
+                    if const_expr(spec.parts == "float16"):
+                        words = cute.make_rmem_tensor(width // 2, Int32)
+                        for m in cutlass.range_constexpr(width // 2):
+                            words[m] = f16x2(sums[2 * m] * 2.0**-10, sums[2 * m + 1] * 2.0**-10)
+                        store_run(place, words)
+                    else:
+                        store_run(place, sums)
 
     @cute.jit
     def turn(self, base: Int32, valid: Int32):
@@ -478,7 +522,7 @@ class FewQueries:
         column, tile = warp % wide, base + warp // wide * (128 * d)
         source, target = tile + loaded_from(column, d), tile + stored_to(column)
         at = [(h * (128 * d), run) for h in range(d // 64) for run in range(8)]
-        words = [load_block(source + far + run * (16 * d)) for far, run in at]
+        words = [load_matrices(source + far + run * (16 * d), transposed=True) for far, run in at]
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(len(at)):
             far, run = at[i]
@@ -518,7 +562,7 @@ def _compile_few(arch: str, offsets_dtype: str, spec: FewSpec):
         fake("uint8", (symbol(), heads), align=1),
         *[fake("uint8", (symbol(), kv_heads), align=1) for _ in range(2)],
         fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
-        fake("float32", (slots, heads, queries, d), compact=True),
-        fake("float32", (4, slots, heads, queries), align=4, compact=True),
+        fake(spec.parts, (slots, heads, queries, d), compact=True),
+        fake("float32", (slots, heads, queries, 4), compact=True),
         Float32(1.0),
     )

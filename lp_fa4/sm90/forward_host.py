@@ -12,7 +12,7 @@ from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.ops import problem_features
 from lp_fa4.problem import AttentionProblem, ForwardResult
-from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, QUERY_TILE, WIDER, FewSpec, ForwardSpec, half_scale, order_of
+from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, FEW_PARTS, QUERY_TILE, WIDER, FewSpec, ForwardSpec, half_scale, order_of
 from lp_fa4.sm90.operands import MXTensorWithCopy
 
 HEAD_DIMS = (64, 128)
@@ -145,6 +145,7 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
         query_static=query == 0,
         values=values,
         split_keys=split,
+        parts=FEW_PARTS if few_columns(problem) else "",
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
         halves=halves,
@@ -203,6 +204,7 @@ def _launch_few(problem: AttentionProblem, spec: ForwardSpec, columns: int, offs
         query_static=spec.query_static,
         values=spec.values,
         p_scale_log2=spec.p_scale_log2,
+        parts=spec.parts,
     )
     device = parts.device
     compiled = _compile_few(arch_of(device), dtype_name(offsets_k), few)
@@ -284,12 +286,13 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
         _fill_tail(result, offsets_q)
     whole = spec.split_keys == 0
     parts = part_stats = None
+    columns = few_columns(problem)
     if not whole:
         assert problem.queries is not None
         shape = (group_rows(problem.tokens, batch, spec.split_keys), problem.heads, problem.queries)
-        parts = torch.empty(*shape, problem.head_dim, dtype=torch.float32, device=device)
-        part_stats = torch.empty(4, *shape, dtype=torch.float32, device=device)
-    columns = few_columns(problem)
+        kind = torch.float16 if spec.parts == "float16" else torch.float32
+        parts = torch.empty(*shape, problem.head_dim, dtype=kind, device=device)
+        part_stats = torch.empty((*shape, 4) if columns else (4, *shape), dtype=torch.float32, device=device)
     if columns:
         _launch_few(problem, spec, columns, offsets_k, (q, k, values), (q_scale, k_scale, v_scale), parts, part_stats)
     else:
@@ -297,5 +300,5 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
     if not whole:
         from lp_fa4.sm90.forward_merge import merge
 
-        merge(spec, offsets_k, parts, part_stats, problem.v_sum if spec.centred else None, problem.v_mean, result)
+        merge(spec, offsets_k, parts, part_stats, v_scale, problem.v_sum if spec.centred else None, problem.v_mean, result)
     return result

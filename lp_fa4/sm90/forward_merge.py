@@ -7,14 +7,16 @@ splits in turn, each adds its own up, and their sums are added in order.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from torch import Tensor
 
-from lp_fa4.common.numbers import exp2, log2
+from lp_fa4.common.halves import half_of
+from lp_fa4.common.numbers import exp2, log2, scale_of_byte
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 from lp_fa4.problem import ForwardResult
 from lp_fa4.sm90.forward_config import ForwardSpec
 from lp_fa4.sm90.forward_epilogue import store_statistics
+from lp_fa4.sm90.forward_few import place_of
 
 WARPS = 8
 CHUNK = 8
@@ -29,12 +31,16 @@ class Output:
 
 
 @cute.jit
-def load_columns(parts: cute.Tensor, index, out: cute.Tensor):
-    """The lane's neighbouring columns of one part."""
-    width = cute.size(out)
-    pointer = parts.iterator + cute.crd2idx(index, parts.layout)
-    source = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=4 * width)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(width)), out)
+def load_run(place: Int64, out: cute.Tensor):
+    """Neighbouring elements of device memory, four bytes each of ``out``, in one load."""
+    size = cute.size(out)
+    source = cute.make_ptr(out.element_type, place, cute.AddressSpace.gmem, assumed_align=4 * size)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(size)), out)
+
+
+def column_of(lane, i: int, width: int, few: bool):
+    """Column of O that is a lane's ``i``-th of a part; ``forward_few`` leaves its threads' columns side by side."""
+    return 64 * (i // 2) + 16 * (lane // 8) + lane % 8 + 8 * (i % 2) if few else width * lane + i
 
 
 class Merge:
@@ -49,6 +55,7 @@ class Merge:
         offsets: cute.Tensor,
         parts: cute.Tensor,
         stats: cute.Tensor,
+        v_scale: cute.Tensor,
         v_sum: cute.Tensor,
         v_mean: cute.Tensor,
         out: cute.Tensor,
@@ -60,7 +67,7 @@ class Merge:
     ):
         heads, queries = Int32(parts.shape[1]), Int32(parts.shape[2])
         rows = (Int32(offsets.shape[0]) - 1) * heads * queries
-        self.kernel(offsets, parts, stats, v_sum, v_mean, out, centred, lse, maximum, total, heads, queries).launch(
+        self.kernel(offsets, parts, stats, v_scale, v_sum, v_mean, out, centred, lse, maximum, total, heads, queries).launch(
             grid=[rows, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=True
         )
 
@@ -70,6 +77,7 @@ class Merge:
         offsets: cute.Tensor,
         parts: cute.Tensor,
         stats: cute.Tensor,
+        v_scale: cute.Tensor,
         v_sum: cute.Tensor,
         v_mean: cute.Tensor,
         out: cute.Tensor,
@@ -94,6 +102,16 @@ class Merge:
         keys = Int32(offsets[b + 1]) - first_key
         slot = first_key // spec.split_keys + b
         splits = cutlass.max(cute.ceil_div(keys, spec.split_keys), 1)
+        few, halves = spec.parts != "", spec.parts == "float16"
+        words = width // 2 if halves else width
+        unit = Float32(2.0 ** -(spec.p_scale_log2 + spec.parts_log2))
+        if const_expr(few and spec.value_scale == 0):
+            unit = unit * scale_of_byte(Int32(v_scale[0, head // spec.group]))
+        # from split to split an address grows by a constant: by their indices, addresses were half of what came before the loads
+        part_place, part_step = place_of(parts, (slot, head, row, width * lane)), heads * queries * (4 * words * 32)
+        record_place, record_step = Int64(0), heads * queries * 16
+        if const_expr(few):
+            record_place = place_of(stats, (slot, head, row, 0))
         sums, mean = Float32(0.0), Float32(0.0)
         if tid < spec.head_dim:
             if const_expr(spec.centred):
@@ -102,18 +120,26 @@ class Merge:
                 mean = v_mean[b, head // spec.group, tid]
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        first = stats[3, slot, head, row] if const_expr(spec.centred) else Float32(0.0)
+        first = Float32(0.0)
+        if const_expr(spec.centred):
+            first = stats[slot, head, row, 3] if const_expr(few) else stats[3, slot, head, row]
         # a warp's splits in chunks, all loads of a chunk at once; sums relative to the largest reference so far
         reference, highest, value = Float32(-1.0e30), -Float32.inf, Float32(0.0)
         values = cute.make_rmem_tensor(width, Float32)
         values.fill(0.0)
         for begin in cutlass.range(warp, splits, CHUNK * WARPS, unroll=1):
-            columns = cute.make_rmem_tensor((width, CHUNK), Float32)
+            columns = cute.make_rmem_tensor((words, CHUNK), Int32 if halves else Float32)
             totals, references, maxima = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(3))
             for j in cutlass.range_constexpr(CHUNK):
-                i = slot + cutlass.min(begin + j * WARPS, splits - 1)
-                load_columns(parts, (i, head, row, width * lane), columns[None, j])
-                totals[j], references[j], maxima[j] = stats[0, i, head, row], stats[1, i, head, row], stats[2, i, head, row]
+                split = cutlass.min(begin + j * WARPS, splits - 1)
+                load_run(part_place + Int64(split) * Int64(part_step), columns[None, j])
+                if const_expr(few):
+                    record = cute.make_rmem_tensor(4, Float32)
+                    load_run(record_place + Int64(split) * Int64(record_step), record)
+                    totals[j], references[j], maxima[j] = record[0], record[1], record[2]
+                else:
+                    i = slot + split
+                    totals[j], references[j], maxima[j] = stats[0, i, head, row], stats[1, i, head, row], stats[2, i, head, row]
             top = reference
             for j in cutlass.range_constexpr(CHUNK):
                 top = cute.arch.fmax(top, references[j])
@@ -128,9 +154,13 @@ class Merge:
                     weight = Float32(0.0)
                 value = value + totals[j] * weight
                 for c in cutlass.range_constexpr(width):
-                    values[c] = values[c] + columns[c, j] * weight
+                    if const_expr(halves):
+                        values[c] = values[c] + half_of(columns[c // 2, j], c % 2) * weight
+                    else:
+                        values[c] = values[c] + columns[c, j] * weight
         for c in cutlass.range_constexpr(width):
-            partial[width * lane + c, warp] = values[c]
+            place = column_of(lane, c, width, few)
+            partial[place, warp] = values[c]
         if lane == 0:
             scratch[warp, 0], scratch[warp, 1], scratch[warp, 2] = reference, highest, value
         cute.arch.sync_threads()
@@ -151,6 +181,8 @@ class Merge:
             o = Float32(0.0)
             for w in cutlass.range_constexpr(WARPS):
                 o = o + partial[tid, w] * weights[w]
+            if const_expr(few):
+                o = o * unit
             if const_expr(spec.centred):
                 o = o + center * sums
             o = o * inverse
@@ -159,7 +191,7 @@ class Merge:
             if const_expr(spec.mean):
                 o = o + (Float32(0.0) if empty else mean)
             out[out_row, head, tid] = o.to(BFloat16)
-        if tid == 0:
+        if tid == spec.head_dim:  # of a warp that stores no O
             exponent = log2(value) + (reference - highest)
             store_statistics(Output(lse, maximum, total), (head, out_row), empty, highest, exponent)
 
@@ -175,8 +207,11 @@ def _compile_merge(arch: str, offsets_dtype: str, spec: ForwardSpec):
         arch,
         Merge(spec),
         fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
-        fake("float32", (slots, heads, queries, d), compact=True),
-        fake("float32", (4, slots, heads, queries), align=4, compact=True),
+        fake(spec.parts or "float32", (slots, heads, queries, d), compact=True),
+        fake("float32", (slots, heads, queries, 4), compact=True)
+        if spec.parts
+        else fake("float32", (4, slots, heads, queries), align=4, compact=True),
+        fake("uint8", (symbol(), kv_heads), align=1) if spec.parts and spec.value_scale == 0 else None,
         vectors if spec.centred else None,
         vectors if spec.mean else None,
         out,
@@ -192,6 +227,7 @@ def merge(
     offsets: Tensor,
     parts: Tensor,
     stats: Tensor,
+    v_scale: Tensor,
     v_sum: Tensor | None,
     v_mean: Tensor | None,
     result: ForwardResult,
@@ -203,6 +239,7 @@ def merge(
         offsets,
         parts,
         stats,
+        v_scale if spec.parts and spec.value_scale == 0 else None,
         v_sum,
         v_mean,
         result.out,

@@ -106,6 +106,32 @@ def test_scales_per_sequence(scale, block):
             assert relative(result.out[rows], truth[rows]) < 0.05
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("queries", [1, 8, 12, 33])  # each width of columns
+def test_values_at_the_ends_of_e4m3(queries, dim):
+    """Parts of few queries are FP16 times 2^-10, which no finite codes of 256 keys leave: V of the largest codes, of both signs."""
+    ends = torch.where(torch.arange(dim) % 3 == 0, -448.0, 448.0)
+    lengths = (1000, 0, 256, 31)
+
+    def even(q, k, v, offsets):
+        q.zero_()
+        v.copy_(ends.to(v.device))
+
+    def sharp(q, k, v, offsets):
+        v.copy_(torch.where(v < 0, -448.0, 448.0))
+
+    for centred in (False, True):
+        result = run(Case(lengths, queries=queries, dim=dim, centred=centred, mean=False).make(4, even))
+        rows = torch.tensor([n > 0 for n in lengths]).repeat_interleave(queries).to(DEVICE)
+        # all weights are equal, every sum is a multiple of 56 with at most 11 bits: nothing is rounded
+        assert torch.equal(result.out[rows].float(), ends.to(DEVICE).expand(int(rows.sum()), 2, dim)), centred
+        assert bool((result.out[~rows] == 0).all())
+        for std in (1.0, 6.0):
+            problem = Case(lengths, queries=queries, dim=dim, centred=centred, mean=False, score_std=std).make(5, sharp)
+            # with scores this large the products' cut sums show in the LSE
+            check(problem, run(problem), lse_tolerance=4e-3 if std == 1.0 else 1e-2)
+
+
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0**-14, 1.0, 2.0**14])
 def test_factors_of_tiles(scale):
     """One tile of keys far smaller or larger than the rest: scores from nothing to one key that takes a row."""
