@@ -25,6 +25,17 @@ _SYMBOL = "kernel"
 _log = logging.getLogger("lp_fa4")
 
 
+def source_digest(*packages: str) -> str:
+    """SHA-256 of the Python sources of imported packages, in hexadecimal; some 10 ms."""
+    digest = hashlib.sha256()
+    for package in packages:
+        for root in sys.modules[package].__path__:
+            for source in sorted(Path(root).rglob("*.py")):
+                text = source.read_bytes()
+                digest.update(f"{package}/{source.relative_to(root).as_posix()}:{len(text)}:".encode() + text)
+    return digest.hexdigest()
+
+
 @functools.cache
 def _fingerprint(packages: tuple[str, ...]) -> bytes:
     """Of the packages' sources and of the versions that turn them into code."""
@@ -32,13 +43,8 @@ def _fingerprint(packages: tuple[str, ...]) -> bytes:
     import quack
     import tvm_ffi
 
-    digest = hashlib.sha256(repr((sys.version_info[:2], cutlass.__version__, tvm_ffi.__version__, quack.__version__)).encode())
-    for package in packages:
-        for root in sys.modules[package].__path__:
-            for source in sorted(Path(root).rglob("*.py")):
-                text = source.read_bytes()
-                digest.update(f"{package}/{source.relative_to(root).as_posix()}:{len(text)}:".encode() + text)
-    return digest.digest()
+    versions = (sys.version_info[:2], cutlass.__version__, tvm_ffi.__version__, quack.__version__)
+    return repr((versions, source_digest(*packages))).encode()
 
 
 def _file(folder: str, function: Callable[..., Any], key: tuple) -> Path | None:

@@ -54,11 +54,11 @@ def _with_bf16_keys(numerics: Numerics) -> Numerics:
     return replace(numerics, key_projection="bf16")
 
 
-def _choose(device: torch.device, head_dim: int, key: str, backend: str) -> tuple[str, Numerics, dispatch.Features]:
+def _choose(device: torch.device, head_dim: int, key: str, backend: str, deterministic: bool) -> tuple[str, Numerics, dispatch.Features]:
     opts = _numerics(key)
     features = dispatch.Features(head_dim, shared_q=True, q_mean=opts.q_smoothing, config=opts.attention)
     name = dispatch.choose(device, features, backend)
-    return name, opts.for_backend(name), features
+    return name, opts.for_backend(name, deterministic), features
 
 
 _choose_once = lru_cache(maxsize=256)(_choose)
@@ -71,7 +71,8 @@ def _settle(device: torch.device, head_dim: int, key: str, backend: str, *, say:
     Fake and real implementations, forward and backward, all ask here, so that they agree.
     """
     choose = _choose_once if device.type == "cuda" else _choose
-    name, opts, features = choose(device, int(head_dim), key, backend)  # a trace may give a number as a symbol
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    name, opts, features = choose(device, int(head_dim), key, backend, deterministic)  # a trace may give a number as a symbol
     if say and backend == "auto":
         dispatch.announce(name, device, features)
     return name, opts

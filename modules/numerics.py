@@ -8,10 +8,16 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lp_fa4.config import AttentionConfig
+from lp_fa4.kernel_store import source_digest
 
 _PROJECTIONS = ("auto", "bf16", "e4m3x2", "e4m3")
 _SCALES = ("auto", "square", "token", "static")
+_SOURCES = source_digest("lp_fa4", "modules")
+"""Stands in every ``key``, so in every trace: PyTorch keeps compiled graphs on disk by their text, and one traced with another version of
+the operators has other sizes of workspaces in it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,9 @@ class Numerics:
         scales: blocks of q, k and xn: ``"square"`` (32, 32); ``"token"`` (32, D); ``"static"`` (0, D), exponents of xn and k from the
             bounds that the weights give, no amax. ``"auto"``: what the backend multiplies fastest, static on Hopper, which has no
             block-scaled MMA, square elsewhere. The choice costs under 0.02 dB either way.
+        dq_dtype: of the sums behind the queries' gradient: ``torch.float16`` or ``torch.float32``, which replaces ``attention.dq_dtype``.
+            None: FP16 where that is faster and bounded (Hopper, with ``attention.dq_scale="bound"``), unless gradients must repeat bit for
+            bit; ``attention``'s own elsewhere. Between groups of samples the sums are FP32 (``README.md``).
     """
 
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -52,6 +61,7 @@ class Numerics:
     coordinates: str = "balanced"
     q_smoothing: bool = False
     scales: str = "auto"
+    dq_dtype: torch.dtype | None = None
     key: str = field(init=False, compare=False, repr=False, default="")
 
     def __post_init__(self) -> None:
@@ -65,7 +75,11 @@ class Numerics:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(repr, allowed))}")
         if not isinstance(self.attention, AttentionConfig):
             raise TypeError(f"attention is {type(self.attention).__name__}; it must be an AttentionConfig")
+        if self.dq_dtype not in (None, torch.float16, torch.float32):
+            raise ValueError(f"dq_dtype is {self.dq_dtype!r}; allowed are torch.float16, torch.float32 and None")
         values = {name: getattr(self, name) for name in _PLAIN}
+        values["sources"] = _SOURCES
+        values["dq_dtype"] = self.dq_dtype and str(self.dq_dtype).removeprefix("torch.")
         object.__setattr__(self, "key", json.dumps({**values, "attention": self.attention.key}, sort_keys=True))
 
     @classmethod
@@ -79,6 +93,7 @@ class Numerics:
             hadamard=False,
             align=False,
             coordinates="plain",
+            dq_dtype=torch.float32,
         )
         return cls(**{**choices, **changes})
 
@@ -98,19 +113,26 @@ class Numerics:
 
     @classmethod
     def from_key(cls, key: str) -> "Numerics":
-        """Inverse of ``key``."""
+        """Inverse of ``key``, of any version's."""
         values = json.loads(key)
-        return cls(**{**values, "attention": AttentionConfig.from_key(values["attention"])})
+        values.pop("sources", None)
+        dq_dtype = values["dq_dtype"] and getattr(torch, values["dq_dtype"])
+        return cls(**{**values, "attention": AttentionConfig.from_key(values["attention"]), "dq_dtype": dq_dtype})
 
-    def for_backend(self, name: str) -> "Numerics":
-        """The same with ``scales``, ``key_projection`` and ``align`` settled for a backend."""
+    def for_backend(self, name: str, deterministic: bool = False) -> "Numerics":
+        """The same with ``scales``, ``key_projection``, ``align`` and ``dq_dtype`` settled for a backend."""
         changes: dict[str, Any] = {}
         align = self.align
         if align is None:
             align = name != "sm100" and self.attention.fold_l_into_do
             changes["align"] = align
-        if align != self.attention.align_do:
-            changes["attention"] = self.attention.with_(align_do=align)
+        dq_dtype = self.dq_dtype
+        if dq_dtype is None:
+            half = name == "sm90" and self.attention.dq_scale == "bound" and not deterministic
+            dq_dtype = torch.float16 if half else self.attention.dq_dtype
+            changes["dq_dtype"] = dq_dtype
+        if (align, dq_dtype) != (self.attention.align_do, self.attention.dq_dtype):
+            changes["attention"] = self.attention.with_(align_do=align, dq_dtype=dq_dtype)
         if self.scales == "auto":
             changes["scales"] = "static" if name == "sm90" else "square"
         if self.key_projection == "auto":
@@ -126,4 +148,4 @@ class Numerics:
         return {"square": (32, 32), "token": (32, head_dim), "static": (0, head_dim)}[self.scales]
 
 
-_PLAIN = ("align", "center", "key_projection", "query_projection", "hadamard", "coordinates", "q_smoothing", "scales")
+_PLAIN = ("align", "center", "key_projection", "query_projection", "hadamard", "coordinates", "q_smoothing", "scales", "dq_dtype")

@@ -145,6 +145,24 @@ def test_settled_scales():
     assert Numerics(scales="static").block(128) == (0, 128)
 
 
+def test_settled_sums_of_dq():
+    """FP16 on Hopper unless bits must repeat, somebody says otherwise, or there is no bound; elsewhere as ``attention`` has it."""
+    half, single = torch.float16, torch.float32
+
+    def settled(numerics, *arguments):
+        found = numerics.for_backend(*arguments)
+        assert found.dq_dtype == found.attention.dq_dtype and found.for_backend(*arguments) == found
+        return found.dq_dtype
+
+    assert settled(Numerics(), "sm90") == half and settled(Numerics(), "sm90", True) == single
+    assert settled(Numerics(), "sm100") == settled(Numerics(), "reference") == single
+    assert settled(Numerics(attention=AttentionConfig(dq_scale=9)), "sm90") == single
+    for name in ("sm90", "sm100", "reference"):
+        assert settled(Numerics(dq_dtype=single), name) == settled(Numerics.post(), name) == single
+        assert settled(Numerics(dq_dtype=half), name, True) == settled(Numerics.preset("post", dq_dtype=half, dq_scale=9), name) == half
+        assert settled(Numerics(attention=AttentionConfig(dq_dtype=half)), name) == half
+
+
 def test_query_side_is_the_formula():
     module = make()
     arguments = (module.seed_embs, module.query_norm.weight, module.query_proj.weight, HEADS, module.eps)
@@ -178,9 +196,11 @@ def test_presets_and_text_form():
         Numerics.post(),
         Numerics.preset("post", dq_dtype=torch.float16, dq_scale=9),
         Numerics.preset("default", hadamard=True, ds_block=(128, 128)),
+        Numerics(dq_dtype=torch.float32),
     ):
         again = Numerics.from_key(numerics.key)
         assert again == numerics and again.key == numerics.key and hash(again) == hash(numerics)
+        assert Numerics.from_key(numerics.key.replace('"sources": "', '"sources": "of another version ')) == numerics
     assert Numerics.preset(Numerics.post()) == Numerics.post()
     assert Numerics.preset("default", key_tile=64).attention == AttentionConfig(key_tile=64)
 
@@ -192,6 +212,7 @@ def test_presets_and_text_form():
         (dict(query_projection="e4m3x2"), "query_projection is 'e4m3x2'"),
         (dict(scales="row"), "scales is 'row'; allowed are 'auto'"),
         (dict(attention="post"), "attention is str"),
+        (dict(dq_dtype=torch.bfloat16), "dq_dtype is torch.bfloat16; allowed are torch.float16"),
     ],
 )
 def test_misuse(options, words):
