@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ SHAPES = {
     "llm": "4 × 8,192, 16 heads",
     "llm_8192_causal": "4 × 8,192, 16 heads, causal",
 }
-DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL = "lp_fa4, mxfp8 dK dV, float32 dQ", "lp_fa4, float16 dQ, training call"
+DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL = "lp_fa4, mxfp8 dK dV, float16 dQ", "lp_fa4, float16 dQ, training call"
 """What the module and the drop-in run where nobody says otherwise."""
 RIVALS = {"flash_attn_4": "flash-attn-4 BF16", "cudnn_fp8": "cuDNN FP8"}
 
@@ -72,6 +73,42 @@ def module_table() -> str:
         )
     header = ["keys a sample", "events", "forward, ms", "backward, ms", "step, ms", "step", "peak memory, GiB"]
     return markdown(header, rows) + source("h200/module_post", found)
+
+
+def numerics_table() -> str:
+    """SQNR of the output and of the gradients that have gates, by variant; gates and published figures below their run."""
+    text, header = "", ["dB against FP64", "output", "events", "seeds", "query norm", "query proj.", "key proj."]
+    for name, title in (("h200/numerics_production", "mean loss"), ("h200/numerics_production_randn", "normal output gradient")):
+        found = record(name)
+        results, config = found["results"], found["config"]
+        reached = {variant: list(row.values())[: len(header) - 1] for variant, row in results["fp64"].items()}
+        lines: dict[str, list[str]] = {}
+        for variant, decibels in reached.items():
+            lines[{"bf16": "BF16"}.get(variant, variant)] = [f"{db:.1f}" for db in decibels]
+            if variant in config["gates"]:
+                lines[f"gate of {variant}"] = [f"{gate:g}" for gate in config["gates"][variant]]
+        if config["data"]["loss"] == "mean":  # the run that the published figures are of, as far as it is known
+            lines |= {variant: [f"{db:.1f}" for db in row.values()] for variant, row in results["published"].items()}
+        rows = [[f"{title}, {variant}" if i == 0 else f"… {variant}", *cells] for i, (variant, cells) in enumerate(lines.items())]
+        text += markdown(header, rows) + source(name, found) + "\n"
+    return text.rstrip("\n") + "\n"
+
+
+def training_table() -> str:
+    """Normalized entropy of models trained in either precision from the same seeds."""
+    text, rows = "", []
+    for name, title in (("h200/train_long", "histories of 16 to 16,384 events"), ("h200/train_ml100k_d64", "MovieLens-100K, heads of 64")):
+        found = record(name)
+        (pair,) = found["results"]["comparisons"]
+        entropies = {p: [run["ne"] for run in found["results"]["runs"] if run["precision"] == p] for p in ("bf16", "mxfp8")}
+        rows.append(
+            [f"{title}, {len(entropies['bf16'])} seeds", *(f"{statistics.fmean(x):.4f}" for x in entropies.values())]
+            + [f"{pair['difference']['mean']:+.4f} ± {pair['difference']['deviation']:.4f}", f"{pair['spread']:.4f}"]
+            + [f"{pair['served']['mean']:+.4f} ± {pair['served']['deviation']:.4f}"]
+        )
+        text += source(name, found)
+    header = ["normalized entropy", "BF16", "MXFP8", "difference of pairs", "spread of BF16's seeds", "BF16 served in MXFP8, difference"]
+    return markdown(header, rows) + text
 
 
 def forward_table() -> str:
@@ -174,6 +211,8 @@ def summary_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary_table,
     "module": module_table,
+    "numerics": numerics_table,
+    "training": training_table,
     "forward": forward_table,
     "backward": lambda: backward_table((DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL)),
     "backward-all": backward_table,

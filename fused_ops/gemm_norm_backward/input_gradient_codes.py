@@ -38,21 +38,20 @@ from fused_ops.gemm_norm_backward.rows import (
     address_of,
     codes_to_f16,
     float_to_pair,
-    fma,
     generic_of_shared,
     load_byte,
     pair_to_float,
-    pinned,
     relative_factor,
     scale_address,
     search,
     search_alone,
-    shared_words,
 )
 from fused_ops.gemm_norm_backward.weight_gradient_codes import advance, load_half
 from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, prmt, quad_sum, scale_of_byte
+from lp_fa4.common.matrices import shared_words
+from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, pinned, prmt, quad_sum, scale_of_byte
+from lp_fa4.common.rows import fma
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 
 CODES = 128

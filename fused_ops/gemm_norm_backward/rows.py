@@ -6,19 +6,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
-from lp_fa4.common.numbers import e4m3x4_to_float, float_of, inline_ptx
+from lp_fa4.common.numbers import bf16x2, e4m3x4_to_float, float_of, inline_ptx
 
 GROUP = 32
-
-
-def bf16x2(a, b):
-    """Two FP32 to packed BF16, ``a`` low."""
-    return Int32(inline_ptx(T.i32(), [a, b], "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
-
-
-def pinned(word):
-    """The same word, opaque to the compiler."""
-    return Int32(inline_ptx(T.i32(), [Int32(word)], "mov.b32 $0, $1;", "=r,r", side_effects=True))
 
 
 def pinned64(x):
@@ -40,14 +30,6 @@ def warp_mma(kind: str, acc: cute.Tensor, at: int, a, b0, b1):
     result = inline_ptx(struct, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
     for i in range(4):
         acc[at + i] = Float32(llvm.extractvalue(T.f32(), result, [i]))
-
-
-def shared_words(address, count: int):
-    """``count`` words of shared memory, aligned to their size."""
-    out = cute.make_rmem_tensor(count, Int32)
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), out)
-    return out
 
 
 @cute.jit
@@ -109,11 +91,6 @@ def scale_address(scale: cute.Tensor, row, static: bool):
 def generic_of_shared(address):
     """Generic address of a place in shared memory."""
     return Int64(inline_ptx(T.i64(), [address], "{.reg .u64 a; cvt.u64.u32 a, $1; cvta.shared.u64 $0, a;}", "=l,r"))
-
-
-def fma(a, b, c):
-    """``a * b + c``, rounded once."""
-    return Float32(inline_ptx(T.f32(), [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"))
 
 
 @cute.jit

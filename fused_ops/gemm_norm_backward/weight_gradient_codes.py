@@ -38,11 +38,10 @@ from fused_ops.gemm_norm_backward.rows import (
     scale_address,
     search,
     search_alone,
-    shared_words,
 )
 from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.common.numbers import float_of, inline_ptx, prmt, scale_of_byte
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 

@@ -28,18 +28,17 @@ from fused_ops.gemm_norm_backward.arguments import fake_operand
 from fused_ops.gemm_norm_backward.config import FP8_SLOTS, FP8_STEP, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
-    fma,
     load_byte,
     pinned64,
     relative_factor,
     scale_address,
-    shared_words,
 )
 from fused_ops.gemm_norm_backward.weight_gradient_codes import WeightGradientOfCodes, advance, store_word
 from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.common.numbers import bits_of, effect, float_of, inline_ptx, prmt, scale_of_byte, warp_max
+from lp_fa4.common.rows import fma
 from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.wgmma import low_half, product
 

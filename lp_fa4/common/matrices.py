@@ -1,10 +1,19 @@
-"""8 x 8 matrices of 16-bit units from shared memory to the registers of a warp, as products want them."""
+"""From shared memory to registers: words, and 8 x 8 matrices of 16-bit units as products want them."""
 
+import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.numbers import inline_ptx
+
+
+def shared_words(address, count: int):
+    """``count`` words of shared memory, aligned to their size."""
+    out = cute.make_rmem_tensor(count, Int32)
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * count)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), out)
+    return out
 
 
 def load_matrices(address, transposed: bool = False) -> list[Int32]:

@@ -24,6 +24,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.halves import mul2, pair
+from lp_fa4.common.matrices import shared_words
 from lp_fa4.common.numbers import bits_of, exp2, float_of, scale_of_byte
 from lp_fa4.sm90.backward_layout import (
     KEY_TILE,
@@ -37,7 +38,6 @@ from lp_fa4.sm90.backward_layout import (
     STAT_Q0,
     STAT_S0,
 )
-from lp_fa4.sm90.backward_load import shared_ints
 from lp_fa4.sm90.backward_ops import (
     PAIR_LOSS,
     absolute,
@@ -75,12 +75,12 @@ def key_factors(spec, w, item):
     """(factor of K in S, factor of V in dP) of this warp's 16 keys. Their share in the codes that meet K, the scale of dS while all of it
     is zero, and the keys left go to shared memory."""
     at = item.record + 32 + 4 * (w.warp // 2)  # of this warp's group of 32
-    fk, fv = scale_of_byte(shared_ints(at, 1)[0]), scale_of_byte(shared_ints(at + 16, 1)[0])
+    fk, fv = scale_of_byte(shared_words(at, 1)[0]), scale_of_byte(shared_words(at + 16, 1)[0])
     if const_expr(not spec.halves):  # there it comes with the statistics
-        idle = float_of(cutlass.max(cutlass.min(314 - shared_ints(item.record + 48, 1)[0], Int32(227)), Int32(27)) << 23)
+        idle = float_of(cutlass.max(cutlass.min(314 - shared_words(item.record + 48, 1)[0], Int32(227)), Int32(27)) << 23)
         effect([w.factors + 12, idle], "st.shared.f32 [$0], $1;", "r,f")
     if const_expr(spec.fold and not spec.k_static):
-        four = shared_ints(item.record + 32, 4)
+        four = shared_words(item.record + 32, 4)
         top = Float32(0.0)
         for g in cutlass.range_constexpr(4):
             top = cute.arch.fmax(top, scale_of_byte(four[g]))
@@ -153,7 +153,7 @@ def score_gradients(spec, w, pairs, dP, stat, fv, x):
     columns = stat + 4 * STAT_B + 8 * (w.lane % 4)
     if const_expr(spec.fold or spec.group > 1):
         fv = shared_floats(w.factors + 20, 1, 4)[0]
-    left = shared_ints(w.factors + 24, 1)[0]
+    left = shared_words(w.factors + 24, 1)[0]
     x = x * PAIR_LOSS
     factor = fv * x
     for j in cutlass.range_constexpr(8):
@@ -310,7 +310,7 @@ def follow_scales(spec, w, stage, phase, x, dK):
     that lowered its scale would stay apart for the rest of the segment, and the dQ warpgroup would rewrite the codes of every tile of it.
     Returns the scale."""
     at = scale_slot(w, stage, phase ^ 1) + 16 * w.group + 4 * (pinned(w.lane) % 4)
-    least = redux_min(shared_ints(at, 1)[0])
+    least = redux_min(shared_words(at, 1)[0])
     if least < bits_of(x):
         low = float_of(least)
         down = low * reciprocal_power(x)

@@ -17,17 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from lp_fa4.common.matrices import shared_words
 from lp_fa4.common.numbers import bits_of, scale_of_byte
 from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, STAT_DQ, STAT_FLOATS
-from lp_fa4.sm90.backward_load import (
-    PAIRS_ORDER,
-    RECORD_BYTES,
-    Item,
-    query_span,
-    segment,
-    shared_ints,
-    turn_tiles,
-)
+from lp_fa4.sm90.backward_load import PAIRS_ORDER, RECORD_BYTES, Item, query_span, segment, turn_tiles
 from lp_fa4.sm90.backward_ops import (
     advance,
     arrive,
@@ -119,8 +112,8 @@ def finite(factor):
 def largest_scale(spec, item):
     """Factor of K in dQ: the largest of the tile's exponents (each warp's codes of dS carry its share of it)."""
     if const_expr(spec.k_static or not spec.fold):
-        return scale_of_byte(shared_ints(item.record + 32, 1)[0])
-    four = shared_ints(item.record + 32, 4)
+        return scale_of_byte(shared_words(item.record + 32, 1)[0])
+    four = shared_words(item.record + 32, 4)
     top = Float32(0.0)
     for g in cutlass.range_constexpr(4):
         top = cute.arch.fmax(top, scale_of_byte(four[g]))
@@ -173,7 +166,7 @@ def agree(w, buffer):
         for c in cutlass.range_constexpr(4):
             at = line + (((4 * group + c) ^ (row % 8)) << 4)
             down = half2(low * reciprocal_power(own[c]))
-            words = shared_ints(at, 4)
+            words = shared_words(at, 4)
             out = [rescale_codes(words[i], down) for i in range(4)]
             effect([at, *out], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
         cute.arch.fence_view_async_shared()

@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.halves import e4m3_of, exp2_2, fma2, half_of, mul2, pair
-from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.common.numbers import bits_of, float_of, inline_ptx, pinned
 from lp_fa4.sm90.backward_compute import (
     FIRST,
@@ -39,7 +39,6 @@ from lp_fa4.sm90.backward_compute import (
     warpgroup_maximum,
 )
 from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, REDO, STAT_AC2, STAT_B2, STAT_Q0, STAT_S0, STAT_VT, TROUBLE
-from lp_fa4.sm90.backward_load import shared_ints
 from lp_fa4.sm90.backward_ops import effect, power_for, redux_max, release, shared_floats
 from lp_fa4.sm90.wgmma import product
 
@@ -114,7 +113,7 @@ def probabilities(spec, w, S, p, P, stat, fk, diagonal):
     columns = stat + 4 * STAT_AC2 + 16 * (w.lane & 3)
     seen = Int32(0) if const_expr(not spec.causal) else (Int32(-1) if diagonal + 15 <= 0 else Int32(0))  # all of this warp's keys are
     for q in cutlass.range_constexpr(4):
-        a = shared_ints(columns + 64 * q, 4)  # of 16 queries: a twice, c twice
+        a = shared_words(columns + 64 * q, 4)  # of 16 queries: a twice, c twice
         for r in cutlass.range_constexpr(2):
             t = []
             for i in cutlass.range_constexpr(2):
@@ -131,14 +130,14 @@ def probabilities(spec, w, S, p, P, stat, fk, diagonal):
 
 def rows_left(w):
     """Masks of a thread's two rows: 0 past the sequence's end. What is there is a neighbour's, NaN perhaps: replaced, not multiplied."""
-    left = shared_ints(w.factors + 24, 1)[0] - (pinned(w.lane) >> 2)
+    left = shared_words(w.factors + 24, 1)[0] - (pinned(w.lane) >> 2)
     return [(Int32(8 * r) - left) >> 31 for r in range(2)]
 
 
 @cute.jit
 def clear_rows(w, codes):
     """Codes of rows past the sequence's end become 0."""
-    if shared_ints(w.factors + 24, 1)[0] < 16:
+    if shared_words(w.factors + 24, 1)[0] < 16:
         keep = rows_left(w)
         for i in cutlass.range_constexpr(8):
             codes[i] = codes[i] & keep[i % 2]
@@ -151,7 +150,7 @@ def score_gradients(w, p, dP, stat, f, g):
     dS = [None] * 16
     f, g = pair(f), pair(g)
     for half in cutlass.range_constexpr(2):
-        b = shared_ints(columns + 64 * half, 4)
+        b = shared_words(columns + 64 * half, 4)
         for i in cutlass.range_constexpr(4):
             shift = mul2(b[i], g)
             for r in cutlass.range_constexpr(2):

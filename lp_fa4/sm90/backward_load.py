@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.sm90.backward_layout import CHUNK_TILES, COUNTER, COUNTER_INSTEAD, KEY_TILE, QUERY_TILE, REDO, STAT_FLOATS
 from lp_fa4.sm90.backward_ops import advance, effect, mask_of, pick_pairs, pinned
 
@@ -34,19 +34,11 @@ class Item:
     ``klen``, query tile row ``qrow``, queries ``qlen``, key/value head ``hk``."""
 
     def __init__(self, record):
-        words = [shared_ints(record + 16 * i, 4) for i in range(2)]
+        words = [shared_words(record + 16 * i, 4) for i in range(2)]
         self.b, self.n, self.k0, self.klen = (words[0][i] for i in range(4))
         self.qrow, self.qlen, self.hk, self.tag = (words[1][i] for i in range(4))
         self.tiles = (self.qlen + (QUERY_TILE - 1)) // QUERY_TILE
         self.record = record
-
-
-def shared_ints(address, count: int):
-    """``count`` int32 words of shared memory as registers."""
-    out = cute.make_rmem_tensor(count, Int32)
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), out)
-    return out
 
 
 def query_span(spec, item):

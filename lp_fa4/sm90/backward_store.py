@@ -7,9 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from lp_fa4.common.matrices import shared_words
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte
 from lp_fa4.sm90.backward_layout import CHUNK, CHUNK_TILES, KEY_TILE, QUERY_TILE
-from lp_fa4.sm90.backward_load import shared_ints
 from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pick_pairs, pinned, redux_max, strong_floats
 
 BARRIER_PAIR = 4
@@ -118,7 +118,7 @@ def send_rows(spec, lane, staging, rows: Int64, stride: Int32, left: Int32, spli
     at_once = 32 // chunks
     first, source = lane // chunks, staging + lane // chunks * pitch + 16 * (lane % chunks)
     target = rows + Int64(first) * stride + 16 * (lane % chunks)
-    read = [shared_ints(source + at_once * i * pitch, 4) for i in range(16 // at_once)]
+    read = [shared_words(source + at_once * i * pitch, 4) for i in range(16 // at_once)]
     for i in cutlass.range_constexpr(16 // at_once):
         words = [read[i][j] for j in range(4)]
         if const_expr(split):
@@ -161,7 +161,7 @@ def block_scales(spec, w, which: cutlass.Constexpr, acc, factor, scales: Int64, 
     that is not finite become 0, as its codes are."""
     lane, blocks = pinned(w.lane), spec.head_dim // 32
     at = w.block_peaks + 128 * which + 32 * (w.warp // 2) + 4 * (lane % blocks)
-    top = cutlass.max(shared_ints(at, 1)[0], shared_ints(at + 16, 1)[0])
+    top = cutlass.max(shared_words(at, 1)[0], shared_words(at + 16, 1)[0])
     byte = byte_of_amax_bits(top)
     inverse = inverse_of_byte(byte) * factor  # a power of two times the factor: rounds once, as two products would
     inverse = Float32(0.0) if top == 0 or byte == 255 else inverse  # 2^127 times a large factor is infinite, times 0 NaN

@@ -26,7 +26,7 @@ from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.forward_config import FEW_KEYS as KEYS
 from lp_fa4.sm90.forward_config import FewSpec
 from lp_fa4.sm90.forward_consumer import visible_factor
-from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
+from lp_fa4.sm90.forward_kernel import codes_of, first_stage, shared_layout
 from lp_fa4.sm90.forward_turn import loaded_from, selector_of, store_block, stored_to
 from lp_fa4.sm90.transpose import load16
 from lp_fa4.sm90.wgmma import low_half, product
@@ -107,10 +107,6 @@ class FewQueries:
         spec = self.spec
         d, n = spec.head_dim, spec.columns
 
-        def operand(x, modes):
-            codes = cute.make_tensor(cute.recast_ptr(x.iterator, dtype=E4M3), x.layout)
-            return cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=modes))
-
         l_q = shared_layout(E4M3, (n, d, 1), d)
         l_k = shared_layout(E4M3, (HEAD_KEYS, d, KEYS // HEAD_KEYS + int(spec.centred)), d)
         l_a = shared_layout(E4M3, (64, d, KEYS // 64), d)
@@ -118,13 +114,13 @@ class FewQueries:
         l_p = shared_layout(E4M3, (n, 128, 2), 128)
         load = cpasync.CopyBulkTensorTileG2SOp()
         l_whole = shared_layout(E4M3, (KEYS, d, 1), d)  # K of a CTA that has all of its keys: one load instead of eight
-        whole_atom, t_whole = cpasync.make_tiled_tma_atom(load, operand(k, [0, 2, 1]), first_stage(l_whole), (KEYS, d))
-        k_atom, t_k = cpasync.make_tiled_tma_atom(load, operand(k, [0, 2, 1]), first_stage(l_k), (HEAD_KEYS, d))
+        whole_atom, t_whole = cpasync.make_tiled_tma_atom(load, codes_of(k, [0, 2, 1]), first_stage(l_whole), (KEYS, d))
+        k_atom, t_k = cpasync.make_tiled_tma_atom(load, codes_of(k, [0, 2, 1]), first_stage(l_k), (HEAD_KEYS, d))
         l_w = shared_layout(E4M3, (128, d, 2), d) if spec.turns else l_v  # as V arrives
         if const_expr(spec.turns):
-            v_atom, t_v = cpasync.make_tiled_tma_atom(load, operand(v, [0, 2, 1]), first_stage(l_w), (128, d))
+            v_atom, t_v = cpasync.make_tiled_tma_atom(load, codes_of(v, [0, 2, 1]), first_stage(l_w), (128, d))
         else:
-            v_atom, t_v = cpasync.make_tiled_tma_atom(load, operand(v, [1, 2, 0]), first_stage(l_v), (d, 128))
+            v_atom, t_v = cpasync.make_tiled_tma_atom(load, codes_of(v, [1, 2, 0]), first_stage(l_v), (d, 128))
         slots, kv_heads = Int32(parts.shape[0]), Int32(k.shape[1])
         mma = hopper_mma(n)
         self.kernel(

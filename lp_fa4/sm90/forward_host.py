@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.config import LOG2_E
 from lp_fa4.dispatch import Features
@@ -85,14 +86,6 @@ def _check(problem: AttentionProblem) -> None:
         raise ValueError(f"softmax_scale is {problem.softmax_scale}; the Hopper kernels need a finite one of at least 0")
 
 
-def _aligned(codes: Tensor) -> Tensor:
-    """Codes that TMA can read: last stride 1, the others and the address multiples of 16 bytes. Copies if need be."""
-    strides = codes.stride()
-    if strides[-1] == 1 and all(s % 16 == 0 for s in strides[:-1]) and codes.data_ptr() % 16 == 0:
-        return codes
-    return codes.clone(memory_format=torch.contiguous_format)
-
-
 def equal_offsets(rows: int, batch: int, device: torch.device) -> Tensor:
     """Offsets of ``batch`` equal sequences of ``rows // batch``, made on the device."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * (rows // batch)
@@ -108,7 +101,7 @@ def token_blocks(x: MXTensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, i
 
         assert offsets is not None
         x = recode(x, offsets)
-    return _aligned(x.codes), x.scale_bytes[..., 0].contiguous(), x.block[0]
+    return aligned_rows(x.codes), x.scale_bytes[..., 0].contiguous(), x.block[0]
 
 
 def few_columns(problem: AttentionProblem) -> int:

@@ -31,6 +31,12 @@ def shared_layout(dtype, shape, inner: int):
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=(0, 1, 2))
 
 
+def codes_of(x, modes):
+    """An operand's bytes as E4M3, its modes in the order of ``modes``."""
+    codes = cute.make_tensor(cute.recast_ptr(x.iterator, dtype=E4M3), x.layout)
+    return cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=modes))
+
+
 def first_stage(layout):
     """Layout of one stage."""
     return cute.select(layout, mode=[0, 1])
@@ -78,12 +84,8 @@ class Forward:
         spec = self.spec
         d = spec.head_dim
 
-        def operand(x, modes):
-            codes = cute.make_tensor(cute.recast_ptr(x.iterator, dtype=E4M3), x.layout)
-            return cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=modes))
-
-        g_q, g_k = operand(q, [0, 2, 1]), operand(k, [0, 2, 1])
-        g_v = operand(v, [0, 2, 1] if spec.turns else [1, 2, 0])
+        g_q, g_k = codes_of(q, [0, 2, 1]), codes_of(k, [0, 2, 1])
+        g_v = codes_of(v, [0, 2, 1] if spec.turns else [1, 2, 0])
         l_q = shared_layout(E4M3, (QUERY_TILE, d, 2), d)
         l_k = shared_layout(E4M3, (KEY_TILE, d, spec.stages), d)
         l_v = shared_layout(E4M3, (d, KEY_TILE, spec.stages), KEY_TILE)

@@ -60,7 +60,7 @@ HELPERS = {
         "load_pair",
         "vector",
     ),
-    *("shared_floats", "shared_ints", "shared_words", "strong_floats", "bulk", "bulk_copy", "bulk_load"),
+    *("shared_floats", "shared_words", "strong_floats", "bulk", "bulk_copy", "bulk_load"),
     *("load_matrices", "bits_of", "inverse_unit"),
     *("release", "arrive", "arrive_tensor"),
 }
