@@ -101,11 +101,9 @@ def training_table() -> str:
         found = record(name)
         (pair,) = found["results"]["comparisons"]
         entropies = {p: [run["ne"] for run in found["results"]["runs"] if run["precision"] == p] for p in ("bf16", "mxfp8")}
-        rows.append(
-            [f"{title}, {len(entropies['bf16'])} seeds", *(f"{statistics.fmean(x):.4f}" for x in entropies.values())]
-            + [f"{pair['difference']['mean']:+.4f} ± {pair['difference']['deviation']:.4f}", f"{pair['spread']:.4f}"]
-            + [f"{pair['served']['mean']:+.4f} ± {pair['served']['deviation']:.4f}"]
-        )
+        apart = {kind: f"{pair[kind]['mean']:+.4f} ± {pair[kind]['deviation']:.4f}" for kind in ("difference", "served")}
+        means = [f"{statistics.fmean(x):.4f}" for x in entropies.values()]
+        rows.append([f"{title}, {len(entropies['bf16'])} seeds", *means, apart["difference"], f"{pair['spread']:.4f}", apart["served"]])
         text += source(name, found)
     header = ["normalized entropy", "BF16", "MXFP8", "difference of pairs", "spread of BF16's seeds", "BF16 served in MXFP8, difference"]
     return markdown(header, rows) + text
@@ -211,12 +209,12 @@ def summary_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary_table,
     "module": module_table,
-    "numerics": numerics_table,
-    "training": training_table,
     "forward": forward_table,
     "backward": lambda: backward_table((DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL)),
     "backward-all": backward_table,
     "fused": fused_table,
+    "numerics": numerics_table,
+    "training": training_table,
 }
 
 

@@ -8,7 +8,11 @@ from benchmarks import __main__ as cli
 from benchmarks import report
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": ["summary", "module", "forward", "backward"], "modules/README.md": ["module"], "fused_ops/README.md": ["fused"]}
+PAGES = {
+    "README.md": ["summary", "module", "forward", "backward"],
+    "modules/README.md": ["module", "numerics", "training"],
+    "fused_ops/README.md": ["fused"],
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
