@@ -38,7 +38,7 @@ from lp_fa4.common.bundle import Bundle
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
-from lp_fa4.sm100.atoms import F8, ONE, SF, SF_BYTES, copy_scales, load_scales, multiply
+from lp_fa4.sm100.atoms import F8, ONE, SF, SF_BYTES, copy_scales, load_scales, multiply, sides_of_copy
 from lp_fa4.sm100.sync import commit, drain, wait, wait_tensor
 
 THREADS = 192
@@ -62,11 +62,6 @@ class Places(NamedTuple):
 def places(stages: int) -> Places:
     """Stages of x (and w, where it is not resident), the CTA's weights, and the accumulators."""
     return Places(0, stages, 2 * stages, 2 * stages + 1, 2 * stages + 1 + ACCUMULATORS, 2 * stages + 1 + 2 * ACCUMULATORS)
-
-
-def parts_of(atom, shared, tiles):
-    """Shared and global side of a TMA copy of whole tiles."""
-    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))
 
 
 class BlackwellGemm:
@@ -234,7 +229,7 @@ class BlackwellGemm:
         for p in cutlass.range_constexpr(spec.parts):
             w_atom, w_tensor = t.w[p]
             g_w = cute.local_tile(w_tensor, (TILE, spec.stage_columns), (t.column, None))
-            copies.append((w_atom, *parts_of(w_atom, s.w, view.partition_B(g_w))))
+            copies.append((w_atom, *sides_of_copy(w_atom, s.w, view.partition_B(g_w))))
         held = spec.steps * spec.parts
         if const_expr(spec.resident or spec.scaled):
             count = (tile_bytes if spec.resident else 0) + (SF_BYTES if spec.scaled else 0)
@@ -255,7 +250,7 @@ class BlackwellGemm:
             token, _, limit, _, region, near = place(spec.dense, t.offsets, t.tokens, tile, near)
             if spec.want_atoms | (token < limit) | (region > 0):
                 g_x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (TILE, spec.stage_columns), (0, None))
-                x_target, x_source = parts_of(x_atom, s.x, view.partition_A(g_x))
+                x_target, x_source = sides_of_copy(x_atom, s.x, view.partition_A(g_x))
                 for k in cutlass.range(spec.steps, unroll=1):
                     wait(bars + at.empty + stage, phase)
                     full = bars + at.full + stage
