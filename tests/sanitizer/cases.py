@@ -9,9 +9,13 @@ caller's.
 import argparse
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -81,22 +85,46 @@ def to_caller(location: Any) -> Any:
 
 @contextlib.contextmanager
 def listing() -> Iterator[list[str]]:
-    """Names of the kernels that are compiled meanwhile, with lines of callers."""
+    """Names of the kernels that are compiled meanwhile, with lines of callers; or loaded, from a folder of their own in the one that the
+    environment names (``lp_fa4.kernel_store``), which holds the names as well: processes of several tools compile a kernel once."""
     from unittest import mock
 
     import lp_fa4.compile as compilation
+    from lp_fa4.kernel_store import VARIABLE
 
     kernels: list[str] = []
-    build = compilation.build
+    build, compile_or_load = compilation.build, compilation.compile_or_load
+    folder = Path(os.environ[VARIABLE]) / "lines" if os.environ.get(VARIABLE) else None
 
     def listed(arch: str, function: Any, *arguments: Any) -> Any:
         from cutlass._mlir_helpers.op import loc_transform
 
         kernels.append(f"{type(function).__module__}.{type(function).__name__}")
-        with loc_transform(to_caller):
+        with loc_transform(to_caller), mock.patch.object(compilation, "extra_options", "--generate-line-info"):
             return build(arch, function, *arguments)
 
-    with mock.patch.multiple(compilation, build=listed, extra_options="--generate-line-info"):
+    def named(function: Any, key: tuple) -> Any:
+        if folder is None:
+            return function(*key)
+        names = folder / (hashlib.sha256(f"{function.__module__}.{function.__qualname__}{key!r}".encode()).hexdigest() + ".json")
+        before = len(kernels)
+
+        @functools.wraps(function)
+        def naming(*key: Any) -> Any:
+            made = function(*key)
+            names.write_text(json.dumps(kernels[before:]))
+            return made
+
+        made = compile_or_load(naming, key)
+        if len(kernels) == before:
+            kernels.extend(json.loads(names.read_text()))
+        return made
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(compilation, build=listed, compile_or_load=named))
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(mock.patch.dict(os.environ, {VARIABLE: str(folder)}))
         yield kernels
 
 
