@@ -27,7 +27,7 @@ from typing import Any
 from tests.processes import ROOT, environment
 from tests.sanitizer.cases import CASES, title
 from tests.sanitizer.probes import PROBES
-from tests.sanitizer.report import merge, parse, table
+from tests.sanitizer.report import commits, merge, parse, table
 
 RACECHECK = ["--tool", "racecheck", "--racecheck-report", "analysis"]
 TOOLS = {
@@ -122,10 +122,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500, help="what has not ended by then is killed and says so")
     parser.add_argument("--emulated", action="store_true")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="RECORD")
-    parser.add_argument("--table", action="store_true", help="print OUT.json as a table instead")
+    parser.add_argument("--table", action="store_true", help="print OUT.json as a table, and the commits of its runs, instead")
     chosen = parser.parse_args()
     if chosen.table:
-        print(table(json.loads(chosen.out.read_text(encoding="utf-8"))))
+        record = json.loads(chosen.out.read_text(encoding="utf-8"))
+        print(table(record), commits(record), sep="\n\n")
         return 0
     if chosen.merge:
         record = merge([json.loads(path.read_text(encoding="utf-8")) for path in chosen.merge])

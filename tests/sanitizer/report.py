@@ -87,10 +87,12 @@ def evidence(record: dict[str, Any], probe: str) -> str:
 
 def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
     """One record of several, later runs in place of earlier ones of the same tool and case (one of all its operations, or one of each);
-    every report with its reason if it has one."""
+    every run with its commit, every report with its reason if it has one."""
     runs: dict[tuple, dict[str, Any]] = {}
     for record in records:
         for run in record["runs"]:
+            if isinstance(record.get("environment"), dict):
+                run.setdefault("commit", record["environment"].get("commit"))
             runs[run["tool"], run["case"], run.get("operation")] = run
             apart = [(run["tool"], run["case"], title(operation)) for operation in CASES.get(run["case"], [])]
             whole = (run["tool"], run["case"], None)
@@ -126,8 +128,22 @@ def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
         said = [r for r in [*run["pairs"], *run["others"]] if r["explained"] is None]
         run["unexplained"] = 0 if run["case"].startswith("probe: ") else len(said) if run["summary"] else None
     made = [r["environment"] for r in records]  # a merged record has those of all of its runs
-    out["environment"] = [one for e in made for one in (e if isinstance(e, list) else [e])]
+    used = {run.get("commit") for run in out["runs"]}
+    out["environment"] = [one for e in made for one in (e if isinstance(e, list) else [e]) if None in used or one.get("commit") in used]
     return out
+
+
+def commits(record: dict[str, Any]) -> str:
+    """A line a tool: the commits of its runs and what each of them took."""
+    lines = []
+    for tool in TOOLS:
+        seen: dict[str, list[str]] = {}
+        for run in record["runs"]:
+            if run["tool"] == tool:
+                what = "probes" if run["case"].startswith("probe: ") else ": ".join(filter(None, [run["case"], run.get("operation")]))
+                seen.setdefault(str(run.get("commit"))[:7], []).append(what)
+        lines.append(f"{tool}: " + "; ".join(f"{commit} {', '.join(sorted(set(what)))}" for commit, what in seen.items()))
+    return "\n".join(lines)
 
 
 def table(record: dict[str, Any]) -> str:
