@@ -4,12 +4,14 @@ Every shape is checked first (a few rows against FP64), then all variants are ti
 turn, each launch behind a pause on a cool device and behind a queued wait, so that host time does not count; and *sustained*, each
 variant back to back for a while, when power decides the clock. Ratios are between like and like. The result names each variant's
 share of the nearer limit: MMA (FP8 peak), exp2 (16 a clock and multiprocessor) or memory (operands read once, results written once).
+Few queries take some 20 us, of which a launch by itself is a fifth: they are also timed as calls that follow one another in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ EXP2_PER_CLOCK = 16
 CLOCK_HZ = 1.755e9
 """What an H200 holds under these loads; limits are stated at it, not measured."""
 MEMORY_BYTES_PER_SECOND = 4.2e12
+FEW_QUERIES = 64
+"""Shapes of up to so many are also timed in graphs."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ SHAPES = {
         Shape("llm_8192", 4, 16, 8192, 8192, shared=False),
         Shape("llm_8192_causal", 4, 16, 8192, 8192, shared=False, causal=True),
         Shape("few_queries", 1, 16, 8, 16384),
+        Shape("few_queries_1", 1, 16, 1, 16384),
     )
 }
 
@@ -145,6 +150,45 @@ def time_sustained(variants: Mapping[str, Callable[[], Any]], device: torch.devi
                 per_launch = start.elapsed_time(stop) / 16
         result[name] = per_launch
     return result
+
+
+def time_graphs(graphs: Mapping[str, Sequence[Callable[[], Any]]], device: torch.device, replays: int) -> dict[str, Timing]:
+    """Milliseconds a call of calls captured one behind the other in a CUDA graph; graphs in turn, behind a queued wait."""
+    captured = {}
+    for name, calls in graphs.items():
+        for call in calls:
+            call()
+        torch.cuda.synchronize(device)
+        captured[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured[name]):
+            for call in calls:
+                call()
+        captured[name].replay()
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(replays):
+        for name, graph in captured.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(100_000)
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize(device)
+            samples[name].append(start.elapsed_time(stop) / len(graphs[name]))
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def few_graphs(shape: Shape, device: torch.device) -> dict[str, Sequence[Callable[[], Any]]]:
+    """For :func:`time_graphs`: one problem over and over, and three in turn, none of whose keys are left in L2 by the call before."""
+    from lp_fa4.sm90.forward_host import forward
+
+    problems = [problem_of(shape, device) for _ in range(3)]
+    graphs: dict[str, Sequence[Callable[[], Any]]] = {}
+    for form, chosen in (("", problems), (", V as it is", [without_copy(p) for p in problems])):
+        calls = [functools.partial(forward, p) for p in chosen]
+        graphs[f"lp_fa4 static{form}, 20 calls a graph"] = calls[:1] * 20
+        graphs[f"lp_fa4 static{form}, 21 calls a graph, three problems"] = calls * 7
+    return graphs
 
 
 def problem_of(shape: Shape, device: torch.device, block: int = 0) -> Any:
@@ -287,6 +331,8 @@ def main(argv: Sequence[str]) -> int:
         variants, notes = variants_of(shape, device, config.baselines)
         timings = time_burst(variants, device, config.rounds, config.pause)
         sustained = time_sustained(variants, device, config.sustained) if config.sustained else {}
+        if shape.queries <= FEW_QUERIES:
+            timings |= time_graphs(few_graphs(shape, device), device, config.rounds)
         limits = shape.limits(torch.cuda.get_device_properties(device).multi_processor_count)
         nearest = max(limits, key=lambda k: limits[k])
         for variant, timing in timings.items():
