@@ -224,9 +224,36 @@ def test_graph_replay_with_other_lengths(deterministic):
             assert torch.equal(got, want), f"{name}, {lengths}"
 
 
+def test_graphed_callable():
+    """PyTorch's own way to a graphed module, forward and backward apart, as a training loop calls it: what eager calls give. Gradients of
+    the queries' side are sums in FP16, whose order is the hardware's."""
+    module = on_device(make(**SHAPES["D128"]))
+    eager, batch, capacity = copy.deepcopy(module), 12, 6000
+    static_x = torch.zeros(capacity, module.dim, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(module, (static_x, offsets_of((500,) * batch)))
+    generator = torch.Generator().manual_seed(5)
+    for trial in range(4):
+        lengths = torch.randint(0, 500, (batch,), generator=generator).tolist()
+        x, offsets = events(lengths, module.dim, extra=capacity - sum(lengths), seed=trial)
+        got, want = flat(gpu_run(graphed, x, offsets)), flat(gpu_run(eager, x, offsets))
+        for name, value in want.items():
+            if name in ("out", "events"):
+                assert torch.equal(got[name], value), (trial, name)
+            else:
+                assert db(got[name].cpu(), value.cpu().double()) > 45, (trial, name)
+
+
+@pytest.fixture(params=[True, False], ids=["repeating", "as it comes"])
+def repeating(request):
+    if request.param:
+        request.getfixturevalue("deterministic")
+    return request.param
+
+
 @pytest.mark.parametrize("options", [dict(), dict(value_proj=True)])
-def test_compile_serves_every_batch(options, deterministic):
-    """One graph without a break; neither graphs nor kernels grow with the data, over 50 random batches."""
+def test_compile_serves_every_batch(options, repeating):
+    """One graph without a break; neither graphs nor kernels grow with the data, over 50 random batches. Where gradients need not repeat,
+    those of the queries' side are sums in FP16, in no order."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     module = on_device(make(dim=256, num_heads=2, num_seeds=64, **options))
@@ -244,7 +271,7 @@ def test_compile_serves_every_batch(options, deterministic):
             counts[-1] = (counts[-1][0], compile_count())
             assert torch.equal(got["events"], want["events"]), trial
             for name, value in want.items():  # gradients of the query side are FP32 sums, which a compiler may order otherwise
-                assert db(got[name].cpu(), value.cpu().double()) > 100, (trial, name)
+                assert db(got[name].cpu(), value.cpu().double()) > (100 if repeating else 45), (trial, name)
     assert counts[-1] == counts[1], counts
 
 
