@@ -5,7 +5,8 @@
 ``python -m benchmarks kernels`` times it, and the producers, beside the attention kernels (:func:`run_works`).
 
 Table and protocol are those of ``benchmarks.kernels_producers``. What it replaces, in BF16: ``dv += dk @ w_k`` by cuBLAS in place (one pass
-less than a product and a sum), Quack's RMSNorm backward or a compiled one, and ``dk^T @ xn`` by cuBLAS. Its dK, dV and xn are BF16 already.
+less than a product and a sum, which is what autograd makes of a module and has a row of its own), Quack's RMSNorm backward or a compiled
+one, and ``dk^T @ xn`` by cuBLAS. Its dK, dV and xn are BF16 already.
 """
 
 import sys
@@ -78,6 +79,12 @@ def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
     def weight() -> object:
         return dk16.t() @ xn16
 
+    def by_autograd() -> object:
+        from quack.rmsnorm import rmsnorm_bwd
+
+        total = (dk16 @ w).add_(dv16)
+        return rmsnorm_bwd(x, gain, total, rstd), weight()
+
     def whole(norm: Callable[[], object]) -> Callable[[], object]:
         return lambda: (product(), norm(), weight())
 
@@ -87,6 +94,7 @@ def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
         "  dx and norm alone": lambda: input_gradient(dk, dv, mean, w, x, gain, rstd, offsets, True, True),
         "  dW alone": lambda: weight_gradient(dk, xn, offsets),
         "BF16: cuBLAS, Quack norm": whole(quack_norm),
+        "BF16: cuBLAS, a sum, Quack norm": by_autograd,
         "BF16: cuBLAS, compiled norm": whole(lambda: compiled_norm()(dv16, x, rstd, gain)),
         "  BF16 dv += dk w": product,
         "  BF16 Quack norm": quack_norm,
