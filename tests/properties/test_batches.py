@@ -57,6 +57,9 @@ def one_more(about: str, name: str) -> None:
     tally.count(about, SUBJECTS[name].name, SUBJECTS[name].place.name)
 
 
+HALVES = ("seed_embs", "query_norm.weight", "query_proj.weight")
+
+
 def near(got: torch.Tensor, want: torch.Tensor, allowed: float, what: str) -> None:
     """Energy of the difference, of that of the wanted; NaN in one and not in the other is a difference."""
     assert got.shape == want.shape and torch.equal(got.isnan(), want.isnan()), what
@@ -80,16 +83,18 @@ def same(got: dict, want: dict, name: str, what: str, *, how: Choices | None = N
     Of a module on the reference, what another order of a product's sums can do: a code beside a boundary may be the next one (1/8 of a
     value at most), which the few codes of a small sample feel at 30 dB and more. Of kernels, sums over all samples, and over a row's keys
     where ``how`` is not deterministic, may be FP32 sums in another order: 2^-24 for each of up to 2,000 terms, in the norm some 1e-5, in
-    energy 1e-10; cancellation between terms takes up to a factor of 30 of the norm.
+    energy 1e-10; cancellation between terms takes up to a factor of 30 of the norm. The module's gradients of its queries' side are
+    FP16 sums over samples that the batch puts together: 2^-12 for each of some 50 terms, 0.2% of the norm.
     """
     subject = SUBJECTS[name]
+    halves = HALVES if "PMA" in name and "post" not in name else ()
     assert got.keys() == want.keys()
     for key in want:
         loose = shared or (key == "dq" and how is not None and not how.deterministic)
         if not subject.exact:
             near(got[key], want[key], 1e-3, f"{what}: {key}")
         elif subject.place.kernels and loose:
-            near(got[key], want[key], 1e-7, f"{what}: {key}")
+            near(got[key], want[key], 1e-5 if key in halves else 1e-7, f"{what}: {key}")
         else:
             same_bits(got[key], want[key], f"{what}: {key}")
 
