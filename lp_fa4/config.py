@@ -73,7 +73,7 @@ class AttentionConfig:
             kernel's own tile, which for the reference is ``(64, key_tile)``.
         dq_dtype: ``torch.float32``, or ``torch.float16`` to accumulate dQ in FP16, one partial a key tile.
         dq_scale: power of two on FP16 partials: ``"bound"`` takes the largest that cannot overflow, per sequence and head (per row if
-            causal; Hopper, shared queries: per group of up to eight sequences); an int is a fixed log2.
+            causal; Hopper, shared queries: per row and group of up to eight sequences); an int is a fixed log2.
         grad_format: ``"mxfp8"`` or ``"bf16"`` for dK and dV.
         grad_block: blocks of MXFP8 dK and dV.
         two_level: kernels add each key tile's partial O in FP32 instead of accumulating inside the tensor core. The reference always has

@@ -74,16 +74,19 @@ def dq_warps(spec, w, dq, stats, powers, kv_heads, replicas, tile_rows):
                     cute.arch.cp_async_bulk_wait_group(0)
                 for s in cutlass.range(chunks * spec.group, unroll=1):
                     head, low, count, turn = segment(spec, item, first, chunk, chunks, s)
-                    factor = global_float(stats + (Int64(item.qrow + low) * heads + head) * (4 * STAT_FLOATS) + 4 * STAT_DQ)
+                    factor = global_float(stats + (Int64(item.qrow + low) * heads + head) * (4 * STAT_FLOATS) + 4 * STAT_DQ) * top
+                    limits = Int64(0)
                     if const_expr(spec.dq_grouped):
-                        row = share * (chunk + chunks) + chunk + (s % chunks if const_expr(spec.group > 1) else s)
-                        factor = factor * reciprocal_power(global_float(powers + (Int64(row) * heads + head) * 4))
-                        factor = finite(factor * top)
-                    else:
-                        factor = factor * top
+                        row = 16 * w.warp + w.lane // 4
+                        limits = powers + ((Int64(dq_row + low) * heads + head) * QUERY_TILE + row) * 4
                     target = dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
                     for _ in cutlass.range(count, unroll=1):
-                        multiply(spec, w, factor, target + Int64(turn) * (heads * dq_bytes), buffer, ds_phase, silent)
+                        factors = factor, factor
+                        if const_expr(spec.dq_grouped):  # of the two rows that this lane holds
+                            at = limits + Int64(turn) * (heads * (4 * QUERY_TILE))
+                            factors = global_float(at), global_float(at + 32)
+                            factors = tuple(finite(factor * reciprocal_power(x)) for x in factors)
+                        multiply(spec, w, factors, target + Int64(turn) * (heads * dq_bytes), buffer, ds_phase, silent)
                         buffer, ds_phase = advance(buffer, ds_phase, 2)
                         turn = turn + 1
                         if turn == count:
@@ -121,15 +124,15 @@ def largest_scale(spec, item):
 
 
 @cute.jit
-def multiply(spec, w, factor, target: Int64, buffer, ds_phase, silent):
-    """One query tile: dQ into ``target``, in two halves of D."""
+def multiply(spec, w, factors, target: Int64, buffer, ds_phase, silent):
+    """One query tile: dQ into ``target``, in two halves of D. ``factors``: of a lane's first and second row."""
     cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
     lows = agree(w, buffer)
     # the sum of larger scale first: it is brought down to the other, which cannot overflow
     x = cute.arch.fmin(lows[0], lows[1])
     ratio = x * reciprocal_power(cute.arch.fmax(lows[0], lows[1]))
     first = Int32(2) * Int32(lows[1] > lows[0])
-    factor = factor * reciprocal_power(x)
+    factors = [factor * reciprocal_power(x) for factor in factors]
     dS = w.ds[None, None, None, buffer]
     parts = len(w.kt)
     for part, kt in enumerate(w.kt):
@@ -147,7 +150,7 @@ def multiply(spec, w, factor, target: Int64, buffer, ds_phase, silent):
         for half in cutlass.range_constexpr(2 * part // parts, 2 * (part + 1) // parts):
             columns = [dQ[(half - 2 * part // parts) * (spec.head_dim // 4) + i] for i in range(spec.head_dim // 4)]
             slot = half + 2 * buffer if const_expr(w.buffers == 4) else half
-            send(spec, w, columns, factor, target + half * (spec.dq_tile_bytes // 2), slot, silent)
+            send(spec, w, columns, factors, target + half * (spec.dq_tile_bytes // 2), slot, silent)
 
 
 @cute.jit
@@ -175,18 +178,18 @@ def agree(w, buffer):
 
 
 @cute.jit
-def send(spec, w, dQ, factor, target: Int64, slot, silent):
-    """Add this warp's 16 x D/2 sums, times ``factor``, to global memory through its staging, unless ``silent``."""
+def send(spec, w, dQ, factors, target: Int64, slot, silent):
+    """Add this warp's 16 x D/2 sums, times ``factors``, to global memory through its staging, unless ``silent``."""
     staging = w.staging + slot * (WARPS * (spec.dq_tile_bytes // 8))
     cute.arch.cp_async_bulk_wait_group(w.buffers - 1, read=True)
     cute.arch.sync_warp()
     if const_expr(spec.dq_half):
         for j in cutlass.range_constexpr(spec.head_dim // 32):
-            words = [f16x2(dQ[8 * j + i] * factor, dQ[8 * j + i + 1] * factor) for i in (0, 2, 4, 6)]
+            words = [f16x2(*(dQ[8 * j + i + c] * factors[i // 2 % 2] for c in range(2))) for i in (0, 2, 4, 6)]
             effect([staging + (512 * j + 16 * w.lane), *words], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
     else:
         for j in cutlass.range_constexpr(spec.head_dim // 16):
-            four = [dQ[4 * j + i] * factor for i in range(4)]
+            four = [dQ[4 * j + i] * factors[i // 2] for i in range(4)]
             effect([staging + (512 * j + 16 * w.lane), *four], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()

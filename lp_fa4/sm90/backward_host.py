@@ -6,7 +6,7 @@ rounding: dO has one exponent a row instead of one per 32 x 32 block (its produc
 one running exponent per 64 keys for all queries of a chunk (no Hopper MMA scales blocks, and both axes of dS are contracted), whatever
 ``config.ds_block`` says; where no exponent differs inside a tile all sums but dQ's are FP16 (``backward_halves``), else p meets dS as BF16;
 P is centred on query tiles that see all keys of a warp, also where ``config`` does not ask for it (``fold_l_into_do`` only);
-FP16 dQ of shared queries is added up in FP16 over a few sequences, under one power of two (``DQ_GROUP``).
+FP16 dQ of shared queries is added up in FP16 over a few sequences, under one power of two a row (``DQ_GROUP``).
 ``BACKWARD.md`` has the reasons and the measurements.
 """
 
@@ -28,8 +28,8 @@ SHARED_REPLICAS = 8
 """Buffers that a shared dQ is spread over: few enough to stay in L2, enough that CTAs rarely meet."""
 
 DQ_GROUP = 8
-"""Sequences that add their FP16 dQ of shared queries to one buffer, neighbours in the batch, in FP16 under one power of two: PMA's buffers
-of 512 queries and 768 sequences, 288 MiB, are 36 then, and the few at work at one time stay in L2. Between groups sums are FP32."""
+"""Sequences that add their FP16 dQ of shared queries to one buffer, neighbours in the batch, in FP16 under one power of two a row: PMA's
+buffers of 512 queries and 768 sequences, 288 MiB, are 36 then, and the few at work at one time stay in L2. Between groups sums are FP32."""
 
 DQ_GROUP_KEYS = 65536
 """Keys of a group on average at most, as far as whole sequences go: FP16 adds up a product per 128 of them, so 512 times."""
@@ -168,7 +168,9 @@ def _workspaces(p: AttentionProblem, z: _Sizes) -> list[Tensor]:
         empty(torch.uint8, z.dq_rows, heads, 2 * z.spec.tile_bytes),
         empty(torch.float32, z.tile_rows, heads, STAT_FLOATS),
         empty(torch.float32, z.chunk_rows, heads, d),
-        empty(torch.float32, z.chunk_rows if z.spec.dq_half else 0, heads),
+        empty(torch.float32, z.tile_rows, heads, QUERY_TILE)
+        if z.spec.dq_grouped
+        else empty(torch.float32, z.chunk_rows * z.spec.dq_half, heads),
         empty(torch.float32, z.tile_rows if z.spec.suffix else 0, heads, d),
         empty(p.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
         empty(torch.int32, z.chunk_rows if z.spec.halves else 0, heads),
@@ -290,7 +292,7 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
     scales = [empty(torch.uint8, groups, kv_heads, d // 32) for _ in range(2)]
     group = -(-batch // z.replicas) if spec.dq_grouped else 0  # sequences that share a buffer
     buffers = -(-batch // group) if group else z.replicas
-    powers = empty(torch.float32, z.chunk_rows // batch * buffers, p.heads) if group else None
+    powers = empty(torch.float32, buffers * z.dq_rows, p.heads, QUERY_TILE) if group else None
     items, state = work_items(
         arch,
         offsets_k,
@@ -304,8 +306,8 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         slots=capacity if spec.halves else 0,
         shared=spec.shared,
         dq_group=group,
-        dq_scale=dq_scale if group else None,
-        common=powers,
+        dq_scale=None if powers is None else dq_scale.flatten(1),
+        common=None if powers is None else powers.flatten(1),
     )
     scratch = empty(torch.float32, ctas if spec.long else 1, 2, KEY_TILE * d)
     apart = spec.centred and not spec.whole
@@ -337,7 +339,9 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
     del do_tiles, q_tiles, stats, suffix, scratch, arguments
     dq = empty(dq_dtype, *p.q.shape)
     launch(
-        compile_postpass(arch, d, p.group, queries is None, p.shared_q, apart, spec.dq_half, dtype_name(offsets_k), dtype_name(dq)),
+        compile_postpass(
+            arch, d, p.group, queries is None, p.shared_q, apart, spec.dq_half, dtype_name(offsets_k), dtype_name(dq), spec.dq_grouped
+        ),
         device,
         partial.view(-1),
         (dq_scale if powers is None else powers) if spec.dq_half else None,

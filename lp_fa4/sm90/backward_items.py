@@ -7,7 +7,7 @@ are few and their dQ and query operands stay in L2. Where sequences differ in th
 sort with bins a sixteenth apart); elsewhere they stay in memory order.
 
 Two launches: one CTA gives each sequence its place, then a warp a sequence writes its items. The second also finds the power of two that
-a group of sequences has in common (``join``): it stands between the pre-pass, which knows each one's, and the main kernel.
+a row has in common in a group of sequences (``join``): it stands between the pre-pass, which knows each one's, and the main kernel.
 """
 
 import cutlass
@@ -217,21 +217,21 @@ class WorkItems:
                 if bid == 0 and tid < size % 16:
                     x[size - 1 - tid] = cutlass.Uint8(0)
         if const_expr(self.grouped):
-            heads = Int32(common.shape[1])
-            for i in cutlass.range(bid * THREADS + tid, Int32(common.shape[0]) * heads, grid * THREADS, unroll=1):
-                self.join(dq_scale, common, batch, dq_group, i // heads, i % heads)
+            width = Int32(common.shape[1])
+            for i in cutlass.range(bid * THREADS + tid, Int32(common.shape[0]) * width, grid * THREADS, unroll=1):
+                self.join(dq_scale, common, batch, dq_group, i // width, i % width)
 
     @cute.jit
-    def join(self, dq_scale: cute.Tensor, common: cute.Tensor, batch: Int32, dq_group: Int32, row: Int32, head: Int32):
-        """What FP16 sums of dQ of a group's chunk and head must be multiplied by: the least power of two that is no less than the sum of
+    def join(self, dq_scale: cute.Tensor, common: cute.Tensor, batch: Int32, dq_group: Int32, row: Int32, column: Int32):
+        """What FP16 sums of a row and head of dQ must be multiplied by in a group: the least power of two that is no less than the sum of
         the members' own, under which each stays below 2^15; so all sums of any of their key tiles do."""
-        chunks = Int32(dq_scale.shape[0]) // batch
-        chunk, first = row % chunks, row // chunks * dq_group
+        tiles = Int32(dq_scale.shape[0]) // batch
+        tile, first = row % tiles, row // tiles * dq_group
         total = Float32(0.0)
-        for b in cutlass.range(first, cutlass.min(first + dq_group, batch), unroll=4):
-            total = total + dq_scale[b * chunks + chunk, head]
+        for b in cutlass.range(first, cutlass.min(first + dq_group, batch), unroll=8):
+            total = total + dq_scale[b * tiles + tile, column]
         up = float_of((bits_of(total) + 0x7FFFFF) & 0x7F800000)
-        common[row, head] = up if total > 0.0 else Float32(1.0)
+        common[row, column] = up if total > 0.0 else Float32(1.0)
 
     @cute.jit
     def needs(self, need: cute.Tensor, b: Int32, row0: Int32, rows: Int32):
@@ -258,7 +258,7 @@ def compile_items(
     arch: str, jagged: bool, serial: bool, keys: int, scaled: bool, needs: bool, shared: bool, grouped: bool, offsets_dtype: str
 ):
     """Compile for ``arch``. Arguments at launch: as of :func:`work_items`; queries a sequence (if not jagged); sequences a group."""
-    rows, width, heads = symbol(), symbol(16), symbol()
+    rows, width, columns = symbol(), symbol(16), symbol()
     offsets = fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)
     return build(
         arch,
@@ -270,7 +270,7 @@ def compile_items(
         *[fake("uint8", (rows, width), compact=True) for _ in range(2)],
         *[fake("uint8", (symbol(),), compact=True) if scaled else None for _ in range(2)],
         fake("int32", (symbol(), symbol()), align=4, compact=True) if needs else None,
-        *[fake("float32", (symbol(), heads), align=4, compact=True) if grouped else None for _ in range(2)],
+        *[fake("float32", (symbol(), columns), align=4, compact=True) if grouped else None for _ in range(2)],
         *[Int32(1)] * 3,
     )
 
@@ -301,8 +301,8 @@ def work_items(
             become 0; or none. keys: of an item.
         need: int32 ``[chunk rows, H]`` of the pre-pass, or None. slots: one an item and head, if ``need`` is given. shared: all
             sequences have the same queries.
-        dq_group: neighbouring sequences that share a buffer of FP16 dQ, or 0. If so: dq_scale: fp32 ``[B * chunks, H]`` of the pre-pass;
-            common: the same of groups, ``[ceil(B / dq_group) * chunks, H]``, which is written.
+        dq_group: neighbouring sequences that share a buffer of FP16 dQ, or 0. If so: dq_scale: fp32 ``[B * tiles, H * 64]`` of the
+            pre-pass; common: the same of groups, ``[ceil(B / dq_group) * tiles, H * 64]``, which is written.
     """
     batch, device = offsets_k.shape[0] - 1, offsets_k.device
     capacity = item_capacity(gradients[0].shape[0], batch, serial, keys)

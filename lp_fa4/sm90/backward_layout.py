@@ -65,8 +65,8 @@ class BackwardSpec:
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
         k_static, v_static: one exponent a head instead of one per 32 keys.
         dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence).
-        dq_grouped: neighbouring sequences have one buffer, under one power of two a chunk and head that ``backward_items`` finds
-            (``dq_half`` and ``shared``). Otherwise each has its own, which the statistics know.
+        dq_grouped: neighbouring sequences have one buffer, under one power of two a row and head that ``backward_items`` finds
+            (``dq_half`` and ``shared``). Otherwise each has its own, and a power a chunk and head, which the statistics know.
         deterministic: reductions from one CTA are performed one after the other.
         halves: scores and dP in FP16 (``backward_halves``); static exponents of k and v, no groups. Done only where the pre-pass
             found that FP16 holds them; instead: by this kernel only where it does not.

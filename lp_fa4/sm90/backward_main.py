@@ -524,7 +524,7 @@ def compile_main(arch: str, spec: BackwardSpec):
     k, v: uint8 ``[T, Hkv, D]`` (strides multiples of 16); k_scale, v_scale: uint8 ``[rows, Hkv]``; items: int32 ``[n, 8]``; state: int32,
     items in use and a counter that is 0 (``backward_items``); q_tiles, do_tiles: uint8 ``[tile rows, H, 2 * 64 * D]``, plain and turned;
     stats: fp32 ``[tile rows, H, 256]``; dq: fp32 or fp16 ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; powers: fp32
-    ``[groups * chunks, H]``, of ``backward_items`` (None unless ``dq_grouped``); dk, dv: bf16 or uint8
+    ``[groups * tiles, H, 64]``, of ``backward_items`` (None unless ``dq_grouped``); dk, dv: bf16 or uint8
     ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused
     unless ``long``); suffix: fp32 ``[tile rows, H, D]``, or column sums of dO, ``[chunk rows, H, D]`` (unused unless ``suffix`` or
     ``whole``); ints: dQ buffers (``dq_grouped``: sequences a buffer), tile rows of a buffer, CTAs.
@@ -549,7 +549,7 @@ def compile_main(arch: str, spec: BackwardSpec):
         images("uint8", 2 * spec.tile_bytes),
         images("float32", STAT_FLOATS),
         images("float16" if spec.dq_half else "float32", spec.dq_tile),
-        fake("float32", (symbol(), heads), align=4, compact=True) if spec.dq_grouped else None,
+        fake("float32", (symbol(), heads, QUERY_TILE), align=4, compact=True) if spec.dq_grouped else None,
         grad,
         grad,
         grad_scale,

@@ -14,9 +14,9 @@ THREADS = common.THREADS
 
 
 class Postpass(common.Postpass):
-    """Tiles of 64 queries, column sums of dO by chunks of 2,048, powers of two of FP16 sums by chunk."""
+    """Tiles of 64 queries, column sums of dO by chunks of 2,048, powers of two of FP16 sums by chunk, or by row where ``grouped``."""
 
-    tile, chunk = QUERY_TILE, CHUNK
+    tile, chunk, grouped = QUERY_TILE, CHUNK, False
 
     def splits(self) -> bool:
         """FP16 sums of shared queries have a buffer a sequence."""
@@ -25,7 +25,7 @@ class Postpass(common.Postpass):
     @cute.jit
     def rows(self, partial, scales, dq, place, factor):
         """A tile's eight warps' shares follow each other; 16 bytes hold the columns (2t, 2t + 1) of rows g and g + 8 of one block of 8
-        columns (FP32) or of two (FP16). ``scales``: what FP16 sums of a chunk must be multiplied by.
+        columns (FP32) or of two (FP16). ``scales``: what FP16 sums of a chunk, or of a row and buffer, must be multiplied by.
 
         A warp takes a share (a part of one where a tile has several CTAs): all loads before the first store."""
         d, width = self.head_dim, self.width
@@ -35,6 +35,9 @@ class Postpass(common.Postpass):
         source = partial.iterator.toint() + (Int64(place.row) * heads + place.head) * size
         step, pieces = Int64(place.rows) * heads * size, 8 * d // width
         piece = tid + THREADS * place.part if const_expr(self.splits()) else tid // 32 * pieces + tid % 32
+        warp, rest = piece // pieces, piece % pieces
+        lane = rest % 32
+        line = 16 * (warp % 4) + lane // 4  # first of the two rows of this thread's values
         total = cute.make_rmem_tensor((width, self.rounds), Float32)
         total.fill(0.0)
         for r in cutlass.range(place.buffers, unroll=4 if self.splits() else 1):
@@ -42,16 +45,17 @@ class Postpass(common.Postpass):
             for p in cutlass.range_constexpr(self.rounds):
                 pointer = cute.make_ptr(kind, source + Int64(r) * step + 16 * (piece + 32 * p), cute.AddressSpace.gmem, assumed_align=16)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), more[None, p])
-            scale = factor
-            if const_expr(self.half):
-                scale = scales[place.sums + (r * place.step if const_expr(self.shared) else 0), place.head]
+            scale = [factor] * 2
+            if const_expr(self.grouped):
+                scale = [scales[place.row + r * place.rows, place.head, line + 8 * i] for i in range(2)]
+            elif const_expr(self.half):
+                scale = [scales[place.sums + (r * place.step if const_expr(self.shared) else 0), place.head]] * 2
             for i in cutlass.range_constexpr(width * self.rounds):
-                total[i] = total[i] + Float32(more[i]) * scale
-        warp, rest = piece // pieces, piece % pieces
-        first, lane = rest // 32 * (width // 4), rest % 32  # block of eight columns of the first value
+                total[i] = total[i] + Float32(more[i]) * scale[i // 2 % 2]
+        first = rest // 32 * (width // 4)  # block of eight columns of the first value
         column = d // 2 * (warp // 4) + 8 * first
         for r in cutlass.range_constexpr(2):
-            row = 16 * (warp % 4) + lane // 4 + 8 * r
+            row = line + 8 * r
             at = (dq.iterator + cute.crd2idx((place.first + row, place.head, column), dq.layout)).toint()
             values = [(total[4 * i + 2 * r], total[4 * i + 2 * r + 1]) for i in range(width // 4 * self.rounds)]
             if const_expr(dq.element_type == BFloat16 and len(values) % 4 == 0):
@@ -98,7 +102,11 @@ def compile_postpass(
     half: bool,
     offsets_dtype: str,
     dq_dtype: str = "float32",
+    grouped: bool = False,
 ):
-    """Compile for ``arch``; arguments: ``lp_fa4.common.backward_postpass.build_postpass``. Scales: fp32 ``[chunk rows, H]``."""
-    scales = fake("float32", (symbol(), symbol()), align=4, compact=True) if half else None
-    return common.build_postpass(arch, Postpass(head_dim, group, jagged, shared, centred, half), offsets_dtype, scales, dq_dtype)
+    """Compile for ``arch``; arguments: ``lp_fa4.common.backward_postpass.build_postpass``. Scales: fp32 ``[chunk rows, H]``, or where
+    ``grouped`` ``[tile rows of all buffers, H, 64]``."""
+    scales = fake("float32", (symbol(), symbol(), *[QUERY_TILE] * grouped), align=4, compact=True) if half else None
+    kernel = Postpass(head_dim, group, jagged, shared, centred, half)
+    kernel.grouped = grouped
+    return common.build_postpass(arch, kernel, offsets_dtype, scales, dq_dtype)

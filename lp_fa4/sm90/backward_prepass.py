@@ -220,26 +220,19 @@ class Prepass(SharedRows):
             # queries of the sequence before this chunk, less all of them, for the keys that a row sees where causal
             seen = (keys, CHUNK * chunk - unit.queries)
             self.row_factors(results, place, rows, seen, ratio)
-            self.encode(results, place, do_tiles, rows, seen, buffers, (sums, chunk_row), suffix, column_sums, peaks)
+            exponents = top_k + top_v - 2 * 127
+            if const_expr(spec.dq_half and not spec.halves):
+                exponents = self.exponents(k_scale, v_scale, offsets_k, b, keys, head, heads)
+            limits = SimpleNamespace(of=dq_scale, exponents=exponents, softmax_scale=softmax_scale, keys=keys)
+            self.encode(results, place, do_tiles, rows, seen, buffers, (sums, chunk_row), suffix, column_sums, peaks, limits)
             top = peaks[0]
             for i in cutlass.range_constexpr(1, WARPS):
                 top = cutlass.max(top, peaks[i])
             reference = Int32(127) if top == 0 else top
             self.row_statistics(results, place, stats, rows, seen, reference, ratio, top_v, trouble)
-            if const_expr(spec.dq_half):
-                exponents = top_k + top_v - 2 * 127
-                if const_expr(not spec.halves):
-                    exponents = self.exponents(k_scale, v_scale, offsets_k, b, keys, head, heads)
-                largest = self.largest(peaks)
-                dq_power = self.dq_power(largest, exponents, softmax_scale)
-                if const_expr(spec.dq_grouped):
-                    share = Float32(1.0) / dq_power
-                    if largest == 0 or keys == 0:  # bounds nothing: others may have small gradients
-                        share = Float32(0.0)
-                    dq_scale[chunk_row, head] = share
-                    dq_power = Float32(1.0)
-                else:
-                    dq_scale[chunk_row, head] = Float32(1.0) / dq_power
+            if const_expr(spec.dq_half and not spec.dq_grouped):
+                dq_power = self.dq_power(peaks, exponents, softmax_scale)
+                dq_scale[chunk_row, head] = Float32(1.0) / dq_power
             scale_row = start // 32 + b
             if const_expr(spec.shared):
                 scale_row = Int32(0)
@@ -307,10 +300,11 @@ class Prepass(SharedRows):
         return tensor.iterator.toint() + (Int64(tile_row) * heads + head) * size, heads * size
 
     @cute.jit
-    def encode(self, results, place, do_tiles, rows, seen, buffers, sums, suffix, column_sums, peaks):
+    def encode(self, results, place, do_tiles, rows, seen, buffers, sums, suffix, column_sums, peaks, limits):
         """dO8 of the chunk; exponent byte of each row (0: nothing to scale, 255: not finite, -1: no row, or one that sees no key) and its
-        rowsum(dO8 * Oc), column sums of dO (``sums``: tensor and row), sums of c * dO8 a tile (``suffix``), and per warp the largest byte
-        and the largest magnitude of dO (``peaks``). All loads of a tile are under way before the first is used."""
+        rowsum(dO8 * Oc), column sums of dO (``sums``: tensor and row), sums of c * dO8 a tile (``suffix``), per warp the largest byte
+        and the largest magnitude of dO (``peaks``), and where a power of dQ is a row's, the row's share of it (``limits``). All loads of a
+        tile are under way before the first is used."""
         spec, head, left = self.spec, place.head, place.left
         tid, _, _ = cute.arch.thread_idx()
         column = 8 * (tid % self.lanes)
@@ -370,6 +364,8 @@ class Prepass(SharedRows):
             delta = self.of_rows(deltas, lambda a, b: a + b)
             if tid % self.lanes < self.parts:
                 rows.bytes[row], rows.deltas[row] = byte, delta if byte > 0 else Float32(0.0)
+                if const_expr(spec.dq_grouped):
+                    limits.of[place.tile_row + tile, head, row % QUERY_TILE] = self.limit(finite, limits)
             if const_expr(spec.suffix):
                 self.sum_rows(weighted, column_sums, suffix, place.tile_row + tile, head)
             self.send_image(image, target + Int64(tile) * step)
@@ -556,19 +552,21 @@ class Prepass(SharedRows):
         return e_k + e_v - 2 * 127
 
     @cute.jit
-    def largest(self, peaks):
-        """Largest magnitude of dO in the chunk, as ``encode`` left it a warp."""
-        largest = peaks[WARPS]
-        for i in cutlass.range_constexpr(WARPS + 1, 2 * WARPS):
-            largest = cutlass.max(largest, peaks[i])
-        return largest
+    def limit(self, bits, limits):
+        """2^-power of :meth:`dq_power` for one row, from the bits of its largest magnitude; 0 where it has no gradient, or no keys: it
+        bounds nothing, and others may have small ones."""
+        power = power_of_sums(self.spec.head_dim, limits.softmax_scale, bits, limits.exponents, norms=self.spec.halves)
+        return float_of((127 - power) << 23) if bits != 0 and limits.keys != 0 else Float32(0.0)
 
     @cute.jit
-    def dq_power(self, largest, exponents, softmax_scale):
+    def dq_power(self, peaks, exponents, softmax_scale):
         """Power of two under which no FP16 sum of this chunk's dQ can overflow (``power_of_sums``)."""
         spec = self.spec
         if const_expr(spec.dq_scale_log2 is not None):
             return float_of(Int32((127 + spec.dq_scale_log2) << 23))
+        largest = peaks[WARPS]
+        for i in cutlass.range_constexpr(WARPS + 1, 2 * WARPS):
+            largest = cutlass.max(largest, peaks[i])
         power = power_of_sums(spec.head_dim, softmax_scale, largest, exponents, norms=spec.halves)
         if largest == 0:
             power = Int32(0)
@@ -661,8 +659,8 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
     those of ``fake_results``; q: uint8 ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless
     ``dq_half`` or ``halves``); offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums:
     fp32 ``[chunk rows, H, D]``, column sums of dO; suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
-    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None unless ``dq_half``; ``dq_grouped``: what those of this
-    sequence alone would, 0 where it has no gradient or no keys); need: int32 ``[chunk rows, H]``,
+    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None unless ``dq_half``), or ``[tile rows, H, 64]``, what
+    those of a row of this sequence alone would, 0 where it has no gradient or no keys (``dq_grouped``); need: int32 ``[chunk rows, H]``,
     ``NEED_*`` where FP16 scores do not do (None unless ``halves``); dq: as fp32, flat, to be zeroed; queries per sequence (if not jagged);
     softmax scale.
     """
@@ -682,7 +680,7 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
         images("float32", STAT_FLOATS),
         fake("float32", (symbol(), heads, d), compact=True),
         fake("float32", (symbol(), heads, d), compact=True) if spec.suffix else None,
-        fake("float32", (symbol(), heads), align=4, compact=True) if spec.dq_half else None,
+        fake("float32", (symbol(), heads, *[QUERY_TILE] * spec.dq_grouped), align=4, compact=True) if spec.dq_half else None,
         fake("int32", (symbol(), heads), align=4, compact=True) if spec.halves else None,
         fake("float32", (symbol(),), align=16),
         Int32(1),

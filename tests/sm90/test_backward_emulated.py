@@ -44,7 +44,7 @@ CASES = {
     "long loop, second chunk, warps follow a scale of dS that moves": dict(
         bounded=True, lengths=[70], queries=600, heads=1, kv_heads=1, shared=False, chunk=8, growth=1.15, dq_dtype="float16"
     ),
-    "FP16 dQ, two sequences a buffer, zeros, no keys, one 10,000 times larger; five a buffer, as large as the bound allows": [
+    "FP16 dQ: two a buffer, zeros, no keys, one 10,000 times larger; five, as large as allowed": [
         dict(
             bounded=True,
             lengths=[130, 0, 40, 129, 20],
