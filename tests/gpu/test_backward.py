@@ -158,8 +158,8 @@ def test_fp16_sums_of_dq(name):
 
 @pytest.mark.parametrize("last", [0.0, 1e4, 1e8, float("nan")])
 def test_groups_of_fp16_dq(last, monkeypatch):
-    """Sequences that share a buffer of FP16 dQ, and a row's power of two: whatever the last one's dO is, the others' dK and dV have the bits
-    that they have with a buffer each; dQ is as right as the reference's, in rows too where only the others have gradients."""
+    """Sequences that share a buffer of FP16 dQ, and a row's power of two: whatever the last one's dO is, the others' dK and dV have the
+    bits that they have with a buffer each; dQ is as right as the reference's, in rows too where only the others have gradients."""
     from lp_fa4.sm90 import backward_host
 
     lengths, queries = (0, 300, 129, 1, 0, 40, 1000, 64, 5, 200, 128, 70, 260), 130
