@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -78,21 +78,25 @@ def quack_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return rows, rstd
 
 
-@lru_cache(maxsize=1)
-def compiled_norm() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The same as one would write it, compiled once a width for any number of rows."""
+def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """BF16 rows and ``rstd`` as one would write them."""
+    xf = x.float()
+    rstd = (xf.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt()
+    return (xf * rstd * weight).to(torch.bfloat16), rstd[:, 0]
 
-    @torch.compile
-    def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        xf = x.float()
-        rstd = (xf.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt()
-        return (xf * rstd * weight).to(torch.bfloat16), rstd[:, 0]
 
-    def call(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        torch._dynamo.mark_dynamic(x, 0)
-        return norm(x, weight)
+def norm_and_cast(x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 of the rows times ``inverse`` (a power of two a column), and ``rstd``."""
+    xf = x.float()
+    rstd = (xf.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt()
+    return (xf * rstd * weight * inverse).clamp(-448, 448).to(torch.float8_e4m3fn), rstd[:, 0]
 
-    return call
+
+@cache
+def compiled(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``function`` compiled for each shape: of one that is compiled for several widths dynamo makes the width a variable, too, and the
+    kernel takes three times as long."""
+    return torch.compile(function, dynamic=False)
 
 
 def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> Work:
@@ -112,9 +116,9 @@ def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> 
             return rmsnorm_center_quantize(x, weight, offsets=offsets, block=block, keep=keep, copy_heads=heads)
         return rmsnorm_quantize(x, weight, offsets=offsets, block=block)
 
-    def unfused(norm: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> object:
+    def unfused(normed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> object:
         """Norm to BF16, then a pass of its own that centres and quantizes."""
-        rows = norm(x, weight)[0].view(tokens, -1, HEAD_DIM)
+        rows = normed(x, weight)[0].view(tokens, -1, HEAD_DIM)
         if not centred:
             return quantize(rows, offsets, block=32)
         return quantize(rows, offsets, block=32, means=sample_means([rows], offsets)[0], sums=True, order="accumulator" if heads else None)
@@ -123,7 +127,10 @@ def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> 
     count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=width, centred=centred, keep=keep, copied=heads > 0)
     variants: dict[str, Callable[[], object]] = {"rmsnorm_quantize": ours, "norm, then quantize": lambda: unfused(quack_norm)}
     if kind in ("static", "square"):
-        variants["compiled norm, then quantize"] = lambda: unfused(compiled_norm())
+        variants["compiled norm, then quantize"] = lambda: unfused(compiled(norm))
+    if kind == "static plain":
+        inverse = torch.full((columns,), 8.0, device=device)
+        variants["norm and cast, compiled together"] = lambda: compiled(norm_and_cast)(x, weight, inverse)
     variants[COPY] = copy_of(count, device)
     return Work(f"rmsnorm_quantize {kind}, {tokens / 1e6:g} M x {columns}", variants, count, 6.0 * tokens * columns)
 
