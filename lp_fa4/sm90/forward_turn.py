@@ -4,6 +4,8 @@ A tile ``[128 keys, D]`` becomes a stage of V^T ``[D, 128]``, each run of 16 key
 columns: a 16-bit transposing ``ldmatrix``, four byte permutations and a ``stmatrix``. A word that was loaded holds two columns, of which
 the upper half of the lanes stores the second first: so the eight rows that go out together lie in all eight chunks of the swizzle.
 A warp takes whole columns of blocks, whose addresses differ by constants, and its share of the blocks of the columns that are left.
+
+The loop is written out for each pair of a buffer and a stage: then places and barriers are constants, of two base addresses a block each.
 """
 
 import cutlass
@@ -12,7 +14,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import effect, pick
-from lp_fa4.sm90.backward_ops import advance, arrive
+from lp_fa4.sm90.backward_ops import arrive
 from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES
 
 BARRIER = 10
@@ -30,21 +32,27 @@ def turn_values(spec: cutlass.Constexpr, s, bars, warp: Int32):
     plain = Int32(s.plain.iterator.toint())
     source, target = plain + loaded_from(column, head_dim), Int32(s.v.iterator.toint()) + stored_to(column)
     valids, selector = s.valid, selector_of()
-    buffer, phase, stage, empty = Int32(0), Int32(0), Int32(0), Int32(1)
-    cute.arch.mbarrier_wait(bars.plain_full + buffer, phase)
-    valid = valids[buffer]
+    phase, empty = Int32(0), Int32(1)
+    cute.arch.mbarrier_wait(bars.plain_full, phase)
+    valid = valids[0]
     while valid >= 0:
-        if valid < KEY_TILE:
-            clear_rows(plain + buffer * tile_bytes, valid, warp, head_dim, warps)
-        cute.arch.mbarrier_wait(bars.v_empty + stage, empty)
-        turn_tile(head_dim, source + buffer * tile_bytes, target + stage * tile_bytes, column, warp, selector, warps)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        arrive(bars.v_full + stage)
-        stage, empty = advance(stage, empty, spec.stages)
-        buffer, phase = advance(buffer, phase, PLAIN_TILES)
-        cute.arch.mbarrier_wait(bars.plain_full + buffer, phase)
-        valid = valids[buffer]
+        for n in cutlass.range_constexpr(PLAIN_TILES * spec.stages):
+            if valid >= 0:
+                buffer, stage = n % PLAIN_TILES, n % spec.stages
+                if valid < KEY_TILE:
+                    clear_rows(plain + buffer * tile_bytes, valid, warp, head_dim, warps)
+                cute.arch.mbarrier_wait(bars.v_empty + stage, empty)
+                turn_tile(head_dim, source + buffer * tile_bytes, target, stage * tile_bytes, column, warp, selector, warps)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                arrive(bars.v_full + stage)
+                if const_expr(stage == spec.stages - 1):
+                    empty = empty ^ 1
+                if const_expr(buffer == PLAIN_TILES - 1):
+                    phase = phase ^ 1
+                following = (buffer + 1) % PLAIN_TILES
+                cute.arch.mbarrier_wait(bars.plain_full + following, phase)
+                valid = valids[following]
 
 
 def loaded_from(column, head_dim: int):
@@ -82,15 +90,17 @@ def clear_rows(tile: Int32, valid: Int32, warp: Int32, head_dim: cutlass.Constex
 
 @cute.jit
 def turn_tile(
-    head_dim: cutlass.Constexpr, source: Int32, target: Int32, column: Int32, warp: Int32, selector: Int32, warps: cutlass.Constexpr
-):
-    """This warp's blocks of a tile. ``source``, ``target``: this lane's addresses in the first block of ``column``."""
+    head_dim: cutlass.Constexpr, source: Int32, target: Int32, stage: cutlass.Constexpr, column: Int32, warp: Int32, selector: Int32,
+    warps: cutlass.Constexpr,
+):  # fmt: skip
+    """This warp's blocks of a tile. ``source``, ``target``: this lane's addresses in the first block of ``column``, the latter in the first
+    stage; ``stage``: how far on the tile's stage is."""
     last = RUNS // warps * warps
     own = [(source + run * (16 * head_dim), target ^ (run << 4)) for run in range(RUNS)] if own_columns(head_dim, warps) > 0 else []
-    turn_blocks(own + shared_blocks(head_dim, source, target, column, warp, range(0, last, warps), warps), selector)
+    turn_blocks(own + shared_blocks(head_dim, source, target, column, warp, range(0, last, warps), warps), selector, stage)
     if const_expr(last < RUNS):  # noqa: SIM102
         if last + warp < RUNS:
-            turn_blocks(shared_blocks(head_dim, source, target, column, warp, [last], warps), selector)
+            turn_blocks(shared_blocks(head_dim, source, target, column, warp, [last], warps), selector, stage)
 
 
 def shared_blocks(head_dim: int, source, target, column, warp, first_runs, warps: int):
@@ -102,15 +112,15 @@ def shared_blocks(head_dim: int, source, target, column, warp, first_runs, warps
     return blocks
 
 
-def turn_blocks(blocks, selector):
-    """Turn blocks (address to load from, address to store to), some at a time: one by one the latencies would add up."""
+def turn_blocks(blocks, selector, stage: int):
+    """Turn blocks (address to load from, address to store to but for ``stage``), some at a time: one by one the latencies would add up."""
     for begin in range(0, len(blocks), IN_FLIGHT):
         group = blocks[begin : begin + IN_FLIGHT]
         for words, (_, end) in zip([load_matrices(start, transposed=True) for start, _ in group], group, strict=True):
-            store_block(words, end, selector)
+            store_block(words, end, selector, stage)
 
 
-def store_block(words, address, selector):
-    """The block with its keys innermost."""
+def store_block(words, address, selector, further: int = 0):
+    """The block with its keys innermost, ``further`` bytes behind ``address``: part of the instruction, as a sum ptxas would keep it."""
     turned = [pick(words[i], words[i + 1], x) for i in (0, 2) for x in (selector, selector ^ 0x1111)]
-    effect([address, *turned], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+    effect([address, *turned], f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{further}], {{$1, $2, $3, $4}};", "r,r,r,r,r")
