@@ -94,9 +94,18 @@ def norm_and_cast(x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, T
 
 @cache
 def compiled(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``function`` compiled for each shape: of one that is compiled for several widths dynamo makes the width a variable, too, and the
-    kernel takes three times as long."""
-    return torch.compile(function, dynamic=False)
+    """``function`` of rows and vectors, compiled once a width for any number of rows. Unless dynamo is told that widths are constants, it
+    makes them variables at the second one, and the kernel takes three times as long."""
+    made = torch.compile(function)
+
+    def call(x: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_static(x, 1)
+        for vector in vectors:
+            torch._dynamo.mark_static(vector, 0)
+        return made(x, *vectors)
+
+    return call
 
 
 def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> Work:
