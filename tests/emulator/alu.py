@@ -572,9 +572,9 @@ def _policy(c: Codegen, I: Instr) -> list[str]:
     return c.assign(I.args[0], c.const("D", 0), "D")
 
 
-@alu("prefetch", "prefetchu", "pragma", "discard", "applypriority", "griddepcontrol", "nanosleep", "nop")
+@alu("prefetch", "prefetchu", "pragma", "discard", "applypriority", "nanosleep", "nop")
 def _nothing(c: Codegen, I: Instr) -> list[str]:
-    """Hints, and programmatic dependent launch: launches here run one after another."""
+    """Hints."""
     return ["pass"]
 
 

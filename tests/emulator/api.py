@@ -9,6 +9,7 @@ from typing import Any
 
 from . import capture, hostpatch, schedule
 from .capture import Launch
+from .dependents import Dependents
 from .errors import EmulatorError, RaceError
 from .machine import DEFAULT_STEP_LIMIT, Machine
 from .ptx import parse
@@ -77,6 +78,7 @@ def run(
     fidelity: Any = None,
     column_hook: Any = None,
     muted: frozenset[int] = frozenset(),
+    past: Any = None,
 ) -> Machine:
     """Execute one launch; returns the finished machine: its counts, tally and reports, no memory.
 
@@ -86,6 +88,7 @@ def run(
             what it lets pass there.
         collect: leave the checker's reports in ``machine.reports`` instead of raising.
         muted: instructions whose edges the race checker leaves out while the run itself is unchanged (``faults.py``).
+        past: of a dependent launch, what it must agree with until it waits (``dependents.py``).
 
     Raises:
         EmulatorError: with the schedule that led to it appended; ``RaceError`` if the checker reports anything.
@@ -110,7 +113,7 @@ def run(
         compiled=compiled(launch.ptx, launch.name, fidelity),
         fidelity=fidelity,
     )
-    machine.column_hook, machine.muted = column_hook, muted
+    machine.column_hook, machine.muted, machine.past = column_hook, muted, past
     try:
         machine.run()
     except EmulatorError as error:
@@ -122,6 +125,22 @@ def run(
         text = "\n".join(str(r) for r in machine.reports[:8])
         raise RaceError(f"{len(machine.reports)} reports, kernel {launch.name[:80]}, schedule {chosen}\n{text}")
     return machine
+
+
+def running(result: Result, options: dict[str, Any]) -> Callable[[Launch], None]:
+    """What runs a launch after the other under the schedule of ``result``, with ``options`` of :func:`run`, and notes them there."""
+    stream = Dependents() if options.get("check") else None
+
+    def handler(launch: Launch) -> None:
+        result.launches.append(launch)
+        extents = capture.device_memory.extents
+        past = stream.begin(launch, extents) if stream else None
+        machine = run(launch, extents, result.schedule, past=past, **options)
+        result.machines.append(machine)
+        if stream:
+            stream.end(past, machine.waited and not machine.early)
+
+    return handler
 
 
 def _launching(function: Callable[[], Any], arch: str, handler: Callable[[Launch], Any]) -> Any:
@@ -139,12 +158,7 @@ def _launching(function: Callable[[], Any], arch: str, handler: Callable[[Launch
 def call_under(function: Callable[[], Any], arch: str, chosen: Schedule, **options: Any) -> tuple[Any, Result]:
     """Run ``function`` on the emulated device under one schedule; returns its value and the ``Result``."""
     result = Result(chosen)
-
-    def handler(launch: Launch) -> None:
-        result.launches.append(launch)
-        result.machines.append(run(launch, capture.device_memory.extents, chosen, **options))
-
-    return _launching(function, arch, handler), result
+    return _launching(function, arch, running(result, options)), result
 
 
 def record(function: Callable[[], Any], arch: str) -> tuple[Any, list[tuple[Launch, list[tuple[int, int]]]]]:

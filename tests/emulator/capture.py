@@ -43,6 +43,7 @@ class Launch:
         grid, block, cluster: three extents each; ``grid`` counts thread blocks.
         smem: dynamic shared memory, bytes.
         params: name and bytes of each kernel parameter, in declaration order.
+        dependent: may begin before the launch before it has ended (programmatic stream serialization).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Launch:
     cluster: tuple[int, int, int]
     smem: int
     params: dict[str, bytes]
+    dependent: bool = False
 
     def __repr__(self) -> str:
         return f"Launch({self.name[:60]}, grid={self.grid}, block={self.block}, cluster={self.cluster}, smem={self.smem})"
@@ -109,7 +111,7 @@ class _LaunchConfig(ctypes.Structure):  # cudaLaunchConfig_t
 # cudaLaunchAttributeID. Programmatic stream serialization (6) and cooperative launch (2) change nothing here: launches
 # run one after another, and clusters of a grid are all able to be resident.
 _ATTRIBUTE_COOPERATIVE, _ATTRIBUTE_CLUSTER, _ATTRIBUTE_PDL, _ATTRIBUTE_PREFERRED_CLUSTER = 2, 4, 6, 11
-_IGNORED_ATTRIBUTES = {0, 1, _ATTRIBUTE_COOPERATIVE, _ATTRIBUTE_PDL, 8}  # 0 ignore, 1 access policy, 8 priority
+_IGNORED_ATTRIBUTES = {0, 1, _ATTRIBUTE_COOPERATIVE, 8}  # 0 ignore, 1 access policy, 8 priority
 
 # cudaDeviceAttr values that host code asks for.
 _DEVICE_ATTRIBUTES = {
@@ -256,13 +258,15 @@ class Runtime:
 
     def launch(self, config: int, function: int, arguments: int) -> int:
         c = ctypes.cast(config, ctypes.POINTER(_LaunchConfig))[0]
-        cluster = (1, 1, 1)
+        cluster, dependent = (1, 1, 1), False
         for i in range(c.count):
             attribute = c.attributes[i]
             if attribute.id == _ATTRIBUTE_CLUSTER:
                 cluster = tuple(attribute.value[:3])
             elif attribute.id == _ATTRIBUTE_PREFERRED_CLUSTER and tuple(attribute.value[:3]) in (cluster, (0, 0, 0)):
                 continue
+            elif attribute.id == _ATTRIBUTE_PDL:
+                dependent = bool(attribute.value[0])
             elif attribute.id not in _IGNORED_ATTRIBUTES:
                 raise LaunchError(f"launch attribute {attribute.id} = {list(attribute.value[:4])} is not modelled")
         library, name = self.kernels[function]
@@ -274,7 +278,7 @@ class Runtime:
             )
         pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
         params = {n: ctypes.string_at(pointers[i], size) for i, (n, size) in enumerate(parameter_sizes(ptx, name))}
-        launch = Launch(name, ptx, c.grid.tuple(), c.block.tuple(), cluster, c.smem, params)
+        launch = Launch(name, ptx, c.grid.tuple(), c.block.tuple(), cluster, c.smem, params, dependent)
         if self.handler is None:
             self.launches.append(launch)
         else:

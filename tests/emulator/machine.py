@@ -140,6 +140,10 @@ class Machine:
         self.muted: frozenset[int] = frozenset()
         self.covers: dict[str, int] = {}
         self.reports: list[Any] = []
+        #: what a dependent launch reads before it waits must agree with (``dependents.py``); whether a warp waited, and one let others
+        #: begin before it did
+        self.past: Any = None
+        self.waited = self.early = False
         #: fault harness: (role, column) → column
         self.column_hook: Any = None
         #: counts for the profile: bytes and operations by name
@@ -250,7 +254,7 @@ class Machine:
         for cluster in self.resident:
             cluster.release()
         self.resident, self.pending, self.async_queues = [], deque(), {}
-        self.scheduler = self.column_hook = None
+        self.scheduler = self.column_hook = self.past = None
 
     def run(self) -> None:
         """Run the whole grid.

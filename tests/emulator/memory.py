@@ -157,6 +157,8 @@ class ClusterMemory:
         n = size * count
         self._aligned(a, n, I)
         self.globals.check(a, n, lambda: g.where(I))
+        if g.past is not None:
+            g.past.read(g, I, a, n)
         return HOST[size, count][(a - _BASE) >> _SHIFT[n]]
 
     def store_global(self, g: Gang, I: Instr, m: Any, a: np.ndarray, v: np.ndarray) -> None:
@@ -166,6 +168,8 @@ class ClusterMemory:
         n = size * count
         self._aligned(a, n, I)
         self.globals.check(a, n, lambda: g.where(I))
+        if g.past is not None:
+            g.past.write(g, I)
         HOST[size, count][(a - _BASE) >> _SHIFT[n]] = v
         self.machine.events += 1
 

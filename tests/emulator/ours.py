@@ -63,10 +63,7 @@ def emulated(schedule: Schedule, arch: str = "sm_90a", *, multiprocessors: int =
     """
     runtime = capture.install(arch)
     result = Result(schedule)
-
-    def run(launch: capture.Launch) -> None:
-        result.launches.append(launch)
-        result.machines.append(api.run(launch, capture.device_memory.extents, schedule, **options))
+    run = api.running(result, options)
 
     def launch(compiled: Any, device: torch.device, *arguments: Any) -> None:
         previous, runtime.handler = runtime.handler, run

@@ -19,6 +19,7 @@ import numpy as np
 from . import alu as _alu  # noqa: F401  registers the emitters
 from .blocks import grouped, stacked
 from .codegen import Codegen
+from .dependents import reaches_global
 from .errors import EmulatorError
 from .numerics import f16, f32, f64, i16, i32, i64, u8, u16, u32, u64
 from .ptx import FloatImm, Imm, Instr, Program, Reg, Sreg, Sym
@@ -263,6 +264,8 @@ class Gang:
         #: race checker's clock and taint of this warp (None when checking is off)
         self.clock: Any = None
         self.agent = -1
+        #: of a dependent launch, until this gang has waited (``dependents.py``)
+        self.past: Any = cluster.machine.past
 
     # --- operands --------------------------------------------------------------------------------------------------
     def special(self, name: str) -> np.ndarray:
@@ -358,7 +361,7 @@ class Gang:
         for name in (*self._file.views, "local", "local_base", "shared_base"):
             setattr(self, name, None)
         self.machine.compiled.spare.append(self._file)
-        self.state = {}
+        self.state, self.past = {}, None
         self._special = {}
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -462,6 +465,8 @@ class Gang:
                         if not count_nonzero(m):
                             f.pc += 1
                             continue
+                    if self.past is not None and reaches_global(I):
+                        self.past.write(self, I)
                     result = unit.run(self, I, m)
                     if result is None:
                         f.pc += 1

@@ -1,0 +1,22 @@
+"""``griddepcontrol``: see ``tests/emulator/dependents.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..ptx import Instr
+from ..registry import op
+
+
+@op("griddepcontrol.wait", allow="wait")
+def wait(g: Any, I: Instr, m: np.ndarray) -> None:
+    g.past = None
+    g.machine.waited = True
+
+
+@op("griddepcontrol.launch_dependents", allow="launch_dependents")
+def launch_dependents(g: Any, I: Instr, m: np.ndarray) -> None:
+    if g.past is not None:
+        g.machine.early = True

@@ -1,0 +1,75 @@
+"""Programmatic dependent launch: what a kernel may do before it waits for those before it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from . import api
+from .dependents import Dependents
+from .errors import RaceError
+from .test_core import launch
+
+AT = "mul.wide.u32 %rd8, %r0, 4;\nadd.s64 %rd9, %rd0, %rd8;\nadd.s64 %rd10, %rd1, %rd8;\n"
+LOAD, STORE = "ld.global.b32 %r8, [%rd9];\n", "st.global.b32 [%rd10], %r8;\n"
+WAIT, BEGIN = "griddepcontrol.wait;\n", "griddepcontrol.launch_dependents;\n"
+COPY = LOAD + STORE
+
+
+def run(*launches):
+    """Each of ``(body, source, target, dependent)`` in turn."""
+    stream = Dependents()
+    tensors = {id(t): t for _, *both, _ in launches for t in both}.values()
+    extents = [(t.data_ptr(), t.data_ptr() + 4 * t.numel()) for t in tensors]
+    for body, source, target, dependent in launches:
+        one = dataclasses.replace(launch(AT + body, source, target), dependent=dependent)
+        past = stream.begin(one, extents)
+        machine = api.run(one, extents, check=True, past=past)
+        stream.end(past, machine.waited and not machine.early)
+
+
+def words(n=4):
+    return [torch.arange(32, dtype=torch.int32) + 100 * i for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    "body, right",
+    [(WAIT + COPY, True), (COPY, False), (LOAD + WAIT + STORE, False), ("red.global.add.u32 [%rd10], 1;\n" + WAIT, False)],
+    ids=["waits", "never waits", "reads before", "adds before"],
+)
+def test_what_the_launch_before_wrote(body, right):
+    a, b, c, _ = words()
+    launches = (BEGIN + COPY, a, b, False), (body, b, c, True)
+    if right:
+        run(*launches)
+        assert torch.equal(c, a)
+    else:
+        with pytest.raises(RaceError, match=r"griddepcontrol\.wait"):
+            run(*launches)
+
+
+def test_what_is_older_may_be_read():
+    """By a launch that was not asked to begin early, as by one that was."""
+    for begin in ("", BEGIN):
+        a, b, c, d = words()
+        run((COPY, a, b, False), (begin + COPY, a, c, False), (LOAD + WAIT + STORE, b, d, True))
+        assert torch.equal(d, a)
+
+
+@pytest.mark.parametrize("between, right", [(WAIT + BEGIN, True), (BEGIN + WAIT, False), (WAIT, True)])
+def test_a_chain(between, right):
+    """The third may read what the first wrote if the second waited for the first before it let the third begin."""
+    a, b, c, d = words()
+    launches = (COPY, a, b, False), (between + COPY, a, c, True), (LOAD + WAIT + STORE, b, d, True)
+    if right:
+        run(*launches)
+        assert torch.equal(d, a)
+    else:
+        with pytest.raises(RaceError, match="reads before"):
+            run(*launches)
+
+
+def test_a_launch_that_is_not_dependent():
+    a, b, c, _ = words()
+    run((BEGIN + COPY, a, b, False), (COPY, b, c, False))
+    assert torch.equal(c, a)
