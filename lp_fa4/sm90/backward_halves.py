@@ -39,7 +39,7 @@ from lp_fa4.sm90.backward_compute import (
     warpgroup_maximum,
 )
 from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, REDO, STAT_AC2, STAT_B2, STAT_Q0, STAT_S0, STAT_VT, TROUBLE
-from lp_fa4.sm90.backward_ops import effect, power_for, redux_max, release, shared_floats
+from lp_fa4.sm90.backward_ops import effect, larger, power_for, redux_max, release, shared_floats
 from lp_fa4.sm90.wgmma import product
 
 CODE_TARGET = 5
@@ -73,19 +73,39 @@ def wider(x):
     return Float32(inline_ptx(T.f32(), [x], text, "=f,r"))
 
 
+def all_finite(tops):
+    """Whether none of some magnitudes, FP32, is an infinity or NaN."""
+    top = tops[0]
+    for more in tops[1:]:
+        top = larger(top, more)
+    return top < Float32.inf
+
+
+@cute.jit
+def report(grads, tag, tops):
+    """Leave the item (``tag``: its number) to the form with FP32 sums if one of this thread's largest magnitudes, FP32, is not finite."""
+    if not all_finite(tops):
+        for place in (TROUBLE, REDO + tag):
+            effect([grads.state + 4 * Int64(place), Int32(1)], "st.relaxed.gpu.global.b32 [$0], $1;", "l,r")
+
+
+def row_tops(w, words):
+    """Largest magnitude of each of a thread's rows, FP32, 0 for one past the sequence's end; NaN wins."""
+    keep = rows_left(w)
+    tops = [largest2(words[r] & keep[r], words[r + 2] & keep[r]) for r in range(2)]
+    for i in range(4, cute.size(words)):
+        tops[i % 2] = largest2(tops[i % 2], words[i] & keep[i % 2])
+    return [wider(top) for top in tops]
+
+
 @cute.jit
 def widened(spec, w, sums, grads, tag):
     """A segment's FP16 sums as FP32 (FP32 ones as they are). An infinity or NaN stayed one: then the item is left to the form with FP32
     sums. ``tag``: its number."""
     if const_expr(not spec.halves):
         return sums
-    words, out, keep = cute.recast_tensor(sums, Int32), cute.make_rmem_tensor(cute.size(sums), Float32), rows_left(w)
-    tops = [largest2(words[i] & keep[i], words[i + 2] & keep[i]) for i in range(2)]
-    for i in cutlass.range_constexpr(4, cute.size(words)):
-        tops[i % 2] = largest2(tops[i % 2], words[i] & keep[i % 2])
-    if not wider(largest2(tops[0], tops[1])) < Float32.inf:
-        for place in (TROUBLE, REDO + tag):
-            effect([grads.state + 4 * Int64(place), Int32(1)], "st.relaxed.gpu.global.b32 [$0], $1;", "l,r")
+    words, out = cute.recast_tensor(sums, Int32), cute.make_rmem_tensor(cute.size(sums), Float32)
+    report(grads, tag, row_tops(w, words))
     for i in cutlass.range_constexpr(cute.size(words)):
         out[2 * i], out[2 * i + 1] = half_of(words[i], 0), half_of(words[i], 1)
     return out

@@ -124,6 +124,10 @@ class BackwardSpec:
         """Warps take over the smallest scale of dS in their warpgroup: a gain in long loops only, and not where it would spill."""
         return self.long and not self.cluster and (self.group == 1 or self.tiles or self.causal)
 
+    def packed_store(self, which: int) -> bool:
+        """Whether dV (``which`` 0) or dK (1) leaves as MXFP8 right from its FP16 sums: nothing is added to them in FP32."""
+        return self.halves and self.mxfp8 and not self.long and (which == 1 or not (self.suffix or self.whole))
+
     @property
     def tile_bytes(self) -> int:
         """Bytes of a query tile's codes."""

@@ -25,6 +25,7 @@ from lp_fa4.sm90.backward_layout import CLEAR, ITEM_FIELDS, KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
 from lp_fa4.sm90.backward_ops import advance, arrive, leave_keys, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
+from lp_fa4.sm90.backward_store_halves import store_mxfp8_halves
 from lp_fa4.sm90.wgmma import low_half
 
 REGISTERS, HALF_REGISTERS = (32, 208, 64), (32, 184, 112)
@@ -431,7 +432,7 @@ class BackwardMain:
                         self.leave(
                             w,
                             0,
-                            widened(spec, w, dV, grads, again.tag),
+                            dV,
                             shared_floats(w.factors, 1, 4)[0],
                             s,
                             segments,
@@ -444,7 +445,7 @@ class BackwardMain:
                         if const_expr(spec.group == 1):
                             end_last(spec, w, out)
                         factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
-                        self.leave(w, 1, widened(spec, w, dK, grads, again.tag), factor, s, segments, again, left, grads, kv_heads, scratch)
+                        self.leave(w, 1, dK, factor, s, segments, again, left, grads, kv_heads, scratch)
                         stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
             items = items + 1
         cute.arch.cp_async_bulk_wait_group(0)
@@ -467,7 +468,7 @@ class BackwardMain:
         return stage, phase, out, out_phase
 
     @cute.jit
-    def leave(self, w, which: cutlass.Constexpr, acc, factor, s, segments, item, left, grads, kv_heads, scratch):
+    def leave(self, w, which: cutlass.Constexpr, sums, factor, s, segments, item, left, grads, kv_heads, scratch):
         """A segment's sums leave: dV (``which`` 0) or dK (1), to the CTA's partial sums or, after the last segment, as the gradient."""
         spec = self.spec
         if const_expr(spec.long):
@@ -475,36 +476,41 @@ class BackwardMain:
             if const_expr(which == 0):
                 settle_partial(w)
             if s < segments - 1:
-                add_partial(spec, w, acc, factor, own, s == 0)
+                add_partial(spec, w, widened(spec, w, sums, grads, item.tag), factor, own, s == 0)
             else:
-                self.finish(w, which, acc, factor, segments, item, left, grads, kv_heads, own)
+                self.finish(w, which, sums, factor, segments, item, left, grads, kv_heads, own)
         else:
-            self.finish(w, which, acc, factor, segments, item, left, grads, kv_heads, scratch)
+            self.finish(w, which, sums, factor, segments, item, left, grads, kv_heads, scratch)
 
     @cute.jit
-    def finish(self, w, which: cutlass.Constexpr, acc, factor, segments, item, left, grads, kv_heads, scratch):
+    def finish(self, w, which: cutlass.Constexpr, sums, factor, segments, item, left, grads, kv_heads, scratch):
         """Store a key tile's dV or dK, with the partial sums of earlier segments."""
         spec = self.spec
         d = spec.head_dim
         target, scales = (grads.dk, grads.dk_scale) if which else (grads.dv, grads.dv_scale)
         row = Int64(item.k0 + item.n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk
-        if const_expr(spec.long):
-            self.add_earlier(w, acc, factor, segments, scratch)
-            factor = Float32(1.0)
-        if const_expr((spec.suffix or spec.whole) and not which):
-            if const_expr(not spec.long):
-                for i in cutlass.range_constexpr(d // 2):
-                    acc[i] = acc[i] * factor
-                factor = Float32(1.0)
-            if const_expr(spec.suffix):
-                add_suffix(spec, w, acc, item, kv_heads, grads.suffix)
-            else:
-                add_mean(spec, w, acc, item, kv_heads, grads.suffix)
-        if const_expr(spec.mxfp8):
-            scale = (Int64(item.k0 // 32 + item.b + 4 * item.n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
-            store_mxfp8(spec, w, which, acc, factor, target + row * d, scales + scale, kv_heads * d, left)
+        scale = scales + (Int64(item.k0 // 32 + item.b + 4 * item.n + w.warp // 2) * kv_heads + item.hk) * (d // 32)
+        if const_expr(spec.packed_store(which)):
+            words = cute.recast_tensor(sums, Int32)
+            store_mxfp8_halves(spec, w, which, words, factor, target + row * d, scale, kv_heads * d, left, grads, item.tag)
         else:
-            store_bf16(spec, w, acc, factor, target + row * (2 * d), kv_heads * (2 * d), left)
+            acc = widened(spec, w, sums, grads, item.tag)
+            if const_expr(spec.long):
+                self.add_earlier(w, acc, factor, segments, scratch)
+                factor = Float32(1.0)
+            if const_expr((spec.suffix or spec.whole) and not which):
+                if const_expr(not spec.long):
+                    for i in cutlass.range_constexpr(d // 2):
+                        acc[i] = acc[i] * factor
+                    factor = Float32(1.0)
+                if const_expr(spec.suffix):
+                    add_suffix(spec, w, acc, item, kv_heads, grads.suffix)
+                else:
+                    add_mean(spec, w, acc, item, kv_heads, grads.suffix)
+            if const_expr(spec.mxfp8):
+                store_mxfp8(spec, w, which, acc, factor, target + row * d, scale, kv_heads * d, left)
+            else:
+                store_bf16(spec, w, acc, factor, target + row * (2 * d), kv_heads * (2 * d), left)
 
     @cute.jit
     def add_earlier(self, w, acc, factor, segments, scratch):

@@ -156,9 +156,9 @@ def store_mxfp8(spec, w, which: cutlass.Constexpr, acc, factor, rows: Int64, sca
 
 
 @cute.jit
-def block_scales(spec, w, which: cutlass.Constexpr, acc, factor, scales: Int64, left: Int32):
-    """Bytes of the blocks to global memory, a lane a block; what each block's sums are multiplied by, for all lanes. The sums of a block
-    that is not finite become 0, as its codes are."""
+def scale_bytes(spec, w, which: cutlass.Constexpr, factor, scales: Int64, left: Int32):
+    """Bytes of the blocks to global memory, a lane a block. Returns a lane's byte, and what its block's sums are multiplied by: 0 where
+    the block is 0 or not finite."""
     lane, blocks = pinned(w.lane), spec.head_dim // 32
     at = w.block_peaks + 128 * which + 32 * (w.warp // 2) + 4 * (lane % blocks)
     top = cutlass.max(shared_words(at, 1)[0], shared_words(at + 16, 1)[0])
@@ -167,6 +167,15 @@ def block_scales(spec, w, which: cutlass.Constexpr, acc, factor, scales: Int64, 
     inverse = Float32(0.0) if top == 0 or byte == 255 else inverse  # 2^127 times a large factor is infinite, times 0 NaN
     if lane < blocks and w.warp % 2 == 0 and left > 0:
         effect([scales + lane, byte], "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "l,r")
+    return byte, inverse
+
+
+@cute.jit
+def block_scales(spec, w, which: cutlass.Constexpr, acc, factor, scales: Int64, left: Int32):
+    """As :func:`scale_bytes`; returns the factors of all blocks, for all lanes. The sums of a block that is not finite become 0, as its
+    codes are."""
+    blocks = spec.head_dim // 32
+    byte, inverse = scale_bytes(spec, w, which, factor, scales, left)
     if cute.arch.vote_any_sync(byte == 255):
         for x in cutlass.range_constexpr(blocks):
             finite = cute.arch.shuffle_sync(byte, x) != 255
