@@ -6,11 +6,14 @@ sequence: neither library shares them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from benchmarks.kernels_baselines import graph_input
 
 FP8 = torch.float8_e4m3fn
 
@@ -72,10 +75,7 @@ def cudnn_fp8(shape: Any, device: torch.device) -> Callable[[], Any]:
     def geometry(rows: int) -> tuple[list[int], list[int]]:
         return [batch, heads, rows, dim], [rows * heads * dim, dim, heads * dim, 1]
 
-    def input_(name: str, dims: list[int], strides: list[int], kind: Any, value: torch.Tensor) -> Any:
-        tensor = graph.tensor(dim=dims, stride=strides, data_type=kind, name=name)
-        bound[tensor] = value
-        return tensor
+    input_ = functools.partial(graph_input, graph, bound)
 
     def operand(name: str, rows: int) -> Any:
         codes = torch.randn(batch * rows, heads, dim, device=device, dtype=torch.bfloat16).to(FP8)

@@ -6,6 +6,7 @@ cuDNN's FP8 takes one scale per tensor; the casts and the calibration that choos
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,15 @@ from typing import Any
 import torch
 
 FP8 = torch.float8_e4m3fn
+
+
+def graph_input(
+    graph: Any, bound: dict[Any, torch.Tensor], name: str, dims: list[int], strides: list[int], kind: Any, value: torch.Tensor
+) -> Any:
+    """An input of a cuDNN graph; ``bound`` keeps the tensor that it stands for."""
+    tensor = graph.tensor(dim=dims, stride=strides, data_type=kind, name=name)
+    bound[tensor] = value
+    return tensor
 
 
 def flash_attn_4(shape: Any, device: torch.device) -> Callable[[], Any]:
@@ -53,10 +63,7 @@ def cudnn_fp8(shape: Any, device: torch.device) -> Callable[[], Any]:
     graph = cudnn.pygraph(io_data_type=kinds.FP8_E4M3, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle)
     bound: dict[Any, torch.Tensor] = {}
 
-    def input_(name: str, dims: list[int], strides: list[int], kind: Any, value: torch.Tensor) -> Any:
-        tensor = graph.tensor(dim=dims, stride=strides, data_type=kind, name=name)
-        bound[tensor] = value
-        return tensor
+    input_ = functools.partial(graph_input, graph, bound)
 
     def codes(rows: int) -> torch.Tensor:
         return torch.randn(rows, heads, dim, device=device, dtype=torch.bfloat16).to(FP8)

@@ -41,6 +41,38 @@ def test_imports_point_down(path):
         assert top != "torchrec" or path.name == "torchrec.py" or room == "benchmarks", f"{path.relative_to(ROOT)} imports {name}"
 
 
+TWICE = {
+    (
+        "compile_weight_gradient_fp8",
+        "compile_weight_gradient_of_codes",
+    ): "each kernel has its own; they share a list of arguments",
+}
+"""Functions of equal text, with the reason."""
+
+
+def test_no_function_is_written_twice():
+    """But for names, docstrings and constructors, of more than two lines."""
+
+    def plain(function):
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        tree = ast.parse("\n".join(map(ast.unparse, body)))
+        text = ast.unparse(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                node.id = "x"
+            elif isinstance(node, ast.arg):
+                node.arg, node.annotation = "x", None
+        return ast.dump(tree) if len(text) > 100 else None
+
+    seen = {}
+    for path in sources(*LAYERS):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name != "__init__" and (key := plain(node)):
+                seen.setdefault(key, []).append((node.name, f"{path.relative_to(ROOT)}:{node.lineno}"))
+    twice = [places for places in seen.values() if len(places) > 1 and tuple(sorted(n for n, _ in places)) not in TWICE]
+    assert not twice, twice
+
+
 def test_packages_import_with_none_of_the_optional_stack():
     """No driver, no kernel stack, no TorchRec: the library imports, and its CPU path runs forward and backward."""
     code = f"""
