@@ -170,7 +170,7 @@ def _workspaces(p: AttentionProblem, z: _Sizes) -> list[Tensor]:
         empty(torch.float32, z.chunk_rows, heads, d),
         empty(torch.float32, z.tile_rows, heads, QUERY_TILE)
         if z.spec.dq_grouped
-        else empty(torch.float32, z.chunk_rows * z.spec.dq_half, heads),
+        else empty(torch.float32, z.chunk_rows if z.spec.dq_half else 0, heads),
         empty(torch.float32, z.tile_rows if z.spec.suffix else 0, heads, d),
         empty(p.config.dq_dtype, z.replicas * z.dq_rows, heads, z.spec.dq_tile),
         empty(torch.int32, z.chunk_rows if z.spec.halves else 0, heads),

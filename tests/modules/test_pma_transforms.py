@@ -8,6 +8,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -70,12 +71,40 @@ def test_compile_of_changing_totals(options):
     assert graphs[-1] <= 5
 
 
-@pytest.mark.parametrize("options", [dict(), dict(value_proj=True, numerics=Numerics(coordinates="plain"))])
-def test_hoppers_operators_trace_without_a_kernel(options, monkeypatch):
-    """What a trace of the module on Hopper asks of shapes launches nothing: here there is no GPU, and data are fake."""
-    monkeypatch.setattr(mxfp8, "_settle", lambda device, head_dim, key, backend, **_: ("sm90", Numerics.from_key(key).for_backend("sm90")))
+@pytest.fixture
+def hopper(monkeypatch):
+    """Traces are those of a Hopper GPU."""
+
+    def settle(device, head_dim, key, backend, **_):
+        return "sm90", Numerics.from_key(key).for_backend("sm90", torch.are_deterministic_algorithms_enabled())
+
+    monkeypatch.setattr(mxfp8, "_settle", settle)
     monkeypatch.setattr(backward_host, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(mxfp8, "_projection", lambda *_: pytest.fail("a projection is quantized for its shape alone"))
+
+
+CHOICES = [dict(), dict(numerics=Numerics(dq_dtype=torch.float32)), dict(value_proj=True, numerics=Numerics(coordinates="plain"))]
+
+
+@pytest.mark.parametrize("options", CHOICES)
+def test_hoppers_workspaces_of_any_size(options, hopper):
+    """The same of a trace whose events and samples are numbers that it does not know, and may not ask for."""
+    module = make(precision="mxfp8", **options)
+
+    def step(x, offsets, dout):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(module(x, offsets), [x, *module.parameters()], dout)
+
+    x, offsets = torch.randn(1000, DIM), torch.arange(0, 900, 100, dtype=torch.int32)
+    traced = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x, offsets, torch.randn(8, SEEDS, DIM))
+    guards = [str(guard.expr) for guard in traced.shape_env.guards]
+    assert len(guards) <= 3, guards  # the module's widths, more than one sample, as many outputs' gradients as samples
+    assert any("pma_attention_prepass" in str(node.target) for node in traced.graph.nodes)
+
+
+@pytest.mark.parametrize("options", CHOICES)
+def test_hoppers_operators_trace_without_a_kernel(options, hopper):
+    """What a trace of the module on Hopper asks of shapes launches nothing: here there is no GPU, and data are fake."""
     with FakeTensorMode(shape_env=ShapeEnv()):
         module = make(precision="mxfp8", **options)
         x, offsets = torch.empty(1000, DIM, requires_grad=True), torch.empty(9, dtype=torch.int32)
