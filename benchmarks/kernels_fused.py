@@ -54,7 +54,6 @@ def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
     """The module's call: square blocks of dK and dV, static blocks of xn, a mean of dV per sequence."""
     from fused_ops import gemm_norm_backward
-    from fused_ops.gemm_norm_backward.kernel import input_gradient, weight_gradient
 
     x, offsets = events(tokens, columns, device)
     sequences = offsets.shape[0] - 1
@@ -88,11 +87,15 @@ def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
     def whole(norm: Callable[[], object]) -> Callable[[], object]:
         return lambda: (product(), norm(), weight())
 
+    def ours(*needs: bool) -> Callable[[], object]:
+        assert len(needs) == 3  # dx, dnorm_weight, dw_k
+        return lambda: gemm_norm_backward(dk, dv, w, x, gain, rstd, xn, dv_mean=mean, needs=needs)
+
     count = bytes_of(tokens, columns, sequences)
     variants: dict[str, Callable[[], object]] = {
-        "gemm_norm_backward": lambda: gemm_norm_backward(dk, dv, w, x, gain, rstd, xn, dv_mean=mean),
-        "  dx and norm alone": lambda: input_gradient(dk, dv, mean, w, x, gain, rstd, offsets, True, True),
-        "  dW alone": lambda: weight_gradient(dk, xn, offsets),
+        "gemm_norm_backward": ours(True, True, True),
+        "  dx and norm alone": ours(True, True, False),
+        "  dW alone": ours(False, False, True),
         "BF16: cuBLAS, Quack norm": whole(quack_norm),
         "BF16: cuBLAS, a sum, Quack norm": by_autograd,
         "BF16: cuBLAS, compiled norm": whole(lambda: compiled_norm()(dv16, x, rstd, gain)),

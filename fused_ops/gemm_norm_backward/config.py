@@ -117,7 +117,7 @@ class InputSpec:
     def dk_stages(self) -> int:
         """With roles: stages of dk, 128 columns each, in what shared memory is left."""
         words = 2 * self.groups * self.cluster * TILE + (self.groups + 1) * self.slab + self.groups * self.table_words
-        barriers = 6 * self.groups + (self.groups + 1) * (MAX_DK_STAGES + self.x_stages) + self.x_stages
+        barriers = 6 * self.groups + (self.groups + 1) * (MAX_DK_STAGES + self.x_stages)
         front = -(-(4 * words + 8 * barriers + 16) // 1024) * 1024
         rest = ROLES_BYTES - front - 2 * self.rows * self.slab - self.x_stages * TILE * 192
         return min(MAX_DK_STAGES, rest // (128 * TILE))

@@ -56,6 +56,8 @@ X_AFTER, DV_AFTER = 2, 4
 """Groups of MMAs after whose issue ``x`` and ``dv`` are asked for: early enough to arrive with the products, late enough for registers."""
 DEPTH = 64
 """Contraction of one group of MMAs: a thread's 16 codes of a row, in 4 steps."""
+PIECES = 6
+"""Pieces of 16 bytes of the weight that a thread asks for at once where a launch begins (23 instead of 27 us for the first tiles)."""
 
 
 class InputGradient:
@@ -229,13 +231,18 @@ class InputGradient:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         eighths = spec.slab // 8
-        largest = Int32(0)
-        for i in cutlass.range(tid, spec.rows * eighths, self.threads):
-            words = cute.make_rmem_tensor(4, Uint32)
-            load_words(address_of(w, i // eighths, column0 + 8 * (i % eighths)), words)
-            for n in cutlass.range_constexpr(4):
-                for bits in ((Int32(words[n]) << 16) & 0x7FFF0000, Int32(words[n]) & 0x7FFF0000):
-                    largest = cutlass.max(largest, bits if bits < 0x7F800000 else Int32(0))
+        largest, count = Int32(0), spec.rows * eighths
+        for first in cutlass.range(tid, count, PIECES * self.threads, unroll=1):
+            pieces = []
+            for m in cutlass.range_constexpr(PIECES):  # the last again where there is none
+                i = cutlass.min(first + m * self.threads, count - 1)
+                words = cute.make_rmem_tensor(4, Uint32)
+                load_words(address_of(w, i // eighths, column0 + 8 * (i % eighths)), words)
+                pieces.append(words)
+            for words in pieces:
+                for n in cutlass.range_constexpr(4):
+                    for bits in ((Int32(words[n]) << 16) & 0x7FFF0000, Int32(words[n]) & 0x7FFF0000):
+                        largest = cutlass.max(largest, bits if bits < 0x7F800000 else Int32(0))
         if tid == 0:
             cute.make_tensor(top, cute.make_layout(4))[0] = Int32(0)
         cute.arch.sync_threads()
@@ -253,28 +260,38 @@ class InputGradient:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         eighths = spec.slab // 8
-        for i in cutlass.range(tid, spec.rows // 2 * eighths, self.threads):
-            k, chunk = i // eighths * 2, i % eighths
-            words = cute.make_rmem_tensor((4, 2), Uint32)
-            for n in cutlass.range_constexpr(2):
-                load_words(address_of(w, k + n, column0 + 8 * chunk), words[None, n])
-            place = self.weight_place(k)  # and column 32 q + 8 t + 2 j + i of a thread's runs lies at 32 q + 8 j + 2 t + i
-            for e in cutlass.range_constexpr(8):
-                pair = [pair_to_float(words[e // 2, n], False)[e % 2] for n in range(2)]
-                if const_expr(spec.dk.mx):
-                    word = float_to_pair(pair[0] * unit, pair[1] * unit, True)
-                else:
-                    word = float_to_pair(pair[0], pair[1], False)
-                column = chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2
-                if const_expr(spec.warp_mma):  # [16 of the contraction, 8 columns, lane, half]
-                    lane = column % 8 * 4 + place // 2 % 4
-                    at = 8 * ((place // 16 * (spec.slab // 8) + column // 8) * 32 + lane) + place // 8 % 2 * 4
-                else:  # [64 of the contraction, columns], rows of 128 bytes whose 16-byte pieces are exchanged by the column
-                    at = (place // 64 * spec.slab + column) * 128 + ((place // 8 % 8) ^ (column % 8)) * 16 + place % 8 * 2
-                pointer = cute.make_ptr(Int32, slab + at, cute.AddressSpace.smem, assumed_align=4)
-                cute.make_tensor(pointer, cute.make_layout(1))[0] = word
+        count = spec.rows // 2 * eighths
+        for first in cutlass.range(tid, count, PIECES // 2 * self.threads, unroll=1):
+            pieces = []
+            for m in cutlass.range_constexpr(PIECES // 2):
+                i = cutlass.min(first + m * self.threads, count - 1)
+                words = cute.make_rmem_tensor((4, 2), Uint32)
+                for n in cutlass.range_constexpr(2):
+                    load_words(address_of(w, i // eighths * 2 + n, column0 + 8 * (i % eighths)), words[None, n])
+                pieces.append(words)
+            for m in cutlass.range_constexpr(PIECES // 2):
+                if first + m * self.threads < count:
+                    self.store_pieces(pieces[m], first + m * self.threads, slab, unit)
         for i in cutlass.range(tid, spec.slab, self.threads):
             gains[i] = gain[column0 + i]
+
+    @cute.jit
+    def store_pieces(self, words: cute.Tensor, i: Int32, slab: Int32, unit: Float32):
+        """Two rows of eight columns of the weight, the ``i``-th such piece, to their places in the slab."""
+        spec = self.spec
+        k, chunk = i // (spec.slab // 8) * 2, i % (spec.slab // 8)
+        place = self.weight_place(k)  # and column 32 q + 8 t + 2 j + i of a thread's runs lies at 32 q + 8 j + 2 t + i
+        for e in cutlass.range_constexpr(8):
+            pair = [pair_to_float(words[e // 2, n], False)[e % 2] for n in range(2)]
+            word = float_to_pair(*(n * unit if const_expr(spec.dk.mx) else n for n in pair), spec.dk.mx)
+            column = chunk // 4 * 32 + e // 2 * 8 + chunk % 4 * 2 + e % 2
+            if const_expr(spec.warp_mma):  # [16 of the contraction, 8 columns, lane, half]
+                lane = column % 8 * 4 + place // 2 % 4
+                at = 8 * ((place // 16 * (spec.slab // 8) + column // 8) * 32 + lane) + place // 8 % 2 * 4
+            else:  # [64 of the contraction, columns], rows of 128 bytes whose 16-byte pieces are exchanged by the column
+                at = (place // 64 * spec.slab + column) * 128 + ((place // 8 % 8) ^ (column % 8)) * 16 + place % 8 * 2
+            pointer = cute.make_ptr(Int32, slab + at, cute.AddressSpace.smem, assumed_align=4)
+            cute.make_tensor(pointer, cute.make_layout(1))[0] = word
 
     @cute.jit
     def row_of(self, at, tile: Int32, i: cutlass.Constexpr):

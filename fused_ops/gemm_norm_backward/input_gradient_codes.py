@@ -4,12 +4,14 @@ Formulas, FP16 operands and exponents, and the cluster that shares the columns: 
 walks a run of tiles of 64 tokens; its computing warpgroups take them in turn, so that one's products run under another's norm, and
 everything they read is on its way long before:
 
-* warp 0 asks for codes of dk by TMA, 128 columns at a time, and for those of ``x`` and dv that belong to this CTA, 64 columns at a time:
+* warp 0 asks for codes of dk by TMA, 128 columns at a time, warp 1 for those of ``x`` and dv that belong to this CTA, 64 columns at a time:
   two rings, both in the order in which they are used, so that most of shared memory beside the weight is always being filled;
-* warp 1 adds up ``dnorm_weight``: a computing warp leaves the sums over pairs of its rows where it found ``x``, and the stage is added
-  before it is filled again, always in the order of the tiles;
 * warps 2 and 3 look up whose row it is and write a table of what belongs to it: ``rstd``, sequence, exponents;
-* a computing warpgroup multiplies from registers, keeps ``x`` in registers from its first use to its second, and stores ``dx`` from there.
+* a computing warpgroup multiplies from registers, keeps ``x`` in registers from its first use to its second, and stores ``dx`` from there;
+  sums for ``dnorm_weight`` stay in registers for the whole run: a row of them for each warp is added up by the caller, in order.
+
+What limits it is the way between shared memory and registers (128 bytes a clock and multiprocessor, three quarters of it in use): the
+operands of the products take 40% of that. So nothing is read that two rows can share, and no sum passes through shared memory.
 
 No two lanes that are served together meet in a bank: a thread's codes are 32 consecutive ones of dk (one exponent), its columns runs of 8,
 and its rows are those that the swizzle of TMA puts side by side (:func:`row_in_eight`; which row of a product is which token is free).
@@ -38,7 +40,6 @@ from fused_ops.gemm_norm_backward.rows import (
     address_of,
     codes_to_f16,
     float_to_pair,
-    generic_of_shared,
     load_byte,
     pair_to_float,
     relative_factor,
@@ -53,6 +54,7 @@ from lp_fa4.common.matrices import shared_words
 from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, pinned, prmt, quad_sum, scale_of_byte
 from lp_fa4.common.rows import fma
 from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.sm90.wgmma import low_half, product
 
 CODES = 128
 """Columns of dk of a stage."""
@@ -156,7 +158,7 @@ class InputGradientOfCodes(InputGradient):
         layout = self.weight_layout()
         l_codes, l_rows, l_extra = self.layouts()
         counts = dict(
-            table=spec.groups, used=spec.groups, dk_empty=spec.dk_stages, x_empty=spec.x_stages, x_added=spec.x_stages,
+            table=spec.groups, used=spec.groups, dk_empty=spec.dk_stages, x_empty=spec.x_stages,
             dk_full=spec.groups * spec.dk_stages, x_full=spec.groups * spec.x_stages,
         )  # fmt: skip
 
@@ -189,8 +191,6 @@ class InputGradientOfCodes(InputGradient):
                     cute.arch.mbarrier_init(base + i, 1 if i % 4 < 2 else 4 * spec.cluster)
                 for i in cutlass.range_constexpr(spec.dk_stages + spec.x_stages):
                     cute.arch.mbarrier_init(bars.dk_empty + i, 4)
-                for i in cutlass.range_constexpr(spec.x_stages):
-                    cute.arch.mbarrier_init(bars.x_added + i, 1)
                 for i in cutlass.range_constexpr(spec.groups * (spec.dk_stages + spec.x_stages)):
                     cute.arch.mbarrier_init(bars.dk_full + i, 1)
                 for i in cutlass.range_constexpr(spec.groups):
@@ -215,6 +215,7 @@ class InputGradientOfCodes(InputGradient):
         io = Bundle(dk_scale=dk_scale, dv_scale=dv_scale, mean=mean, rstd=rstd, offsets=offsets, dx=dx, parts=parts)
         s = Bundle(
             gains=gains,
+            w=slab,
             means=store.means.data_ptr(),
             table=Int32(store.table.data_ptr().toint()),
             codes=Int32(store.codes.data_ptr().toint()),
@@ -233,10 +234,11 @@ class InputGradientOfCodes(InputGradient):
         if warp < 4:
             cute.arch.setmaxregister_decrease(registers[1])
             if warp == 0:
-                self.ask(at, bars, codes, dk_atom, t_dk, rows, x_atom, t_x, extra, dv_atom, t_dv)
+                self.ask(at, bars.dk_full, bars.dk_empty, spec.dk_stages, self.chunks, Int32(0), CODE_BOX, CODES, ((codes, dk_atom, t_dk),))
             elif warp == 1:
-                if const_expr(spec.need_norm):
-                    self.add_sums(io, at, s, bars)
+                sides = ((rows, x_atom, t_x), (extra, dv_atom, t_dv))[: 1 if spec.dv is None else 2]
+                size = X_BOX + (0 if spec.dv is None else DV_BOX)
+                self.ask(at, bars.x_full, bars.x_empty, spec.x_stages, self.subs, at.column0 // 64, size, 64, sides)
             else:
                 self.tabulate(io, at, s, bars)
         else:
@@ -253,71 +255,32 @@ class InputGradientOfCodes(InputGradient):
     # --- the first warpgroup ----------------------------------------------------------------------------------------------
     @cute.jit
     def ask(
-        self, at, bars, codes: cute.Tensor, dk_atom: cute.CopyAtom, t_dk: cute.Tensor, rows: cute.Tensor, x_atom: cute.CopyAtom,
-        t_x: cute.Tensor, extra, dv_atom, t_dv,
+        self, at, full, empty, stages: cutlass.Constexpr, count: cutlass.Constexpr, first: Int32, size: cutlass.Constexpr,
+        width: cutlass.Constexpr, sides,
     ):  # fmt: skip
-        """Warp 0: copies of dk's codes, and of this CTA's columns of ``x`` and dv. The copying warp fences: the loads that found a stage
+        """Warps 0 and 1: copies of dk's codes; of this CTA's columns of ``x`` and dv. A copying warp fences: the loads that found a stage
         full come before the copy."""
-        spec = self.spec
         one = cute.make_layout(1)
-
-        def partition(atom, boxes, tensor, width):
+        made = []
+        for boxes, atom, tensor in sides:
             tiles = cute.local_tile(tensor, (TILE, width), (None, None))
-            return atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))
-
-        dk_side = partition(dk_atom, codes, t_dk, CODES)
-        sides = [partition(x_atom, rows, t_x, 64)]
-        if const_expr(spec.dv is not None):
-            sides.append(partition(dv_atom, extra, t_dv, 64))
-        free = bars.x_added if spec.need_norm else bars.x_empty
-        ring = cute.make_rmem_tensor(4, Int32)  # stage of dk, its phase; stage of x, its phase
-        ring.fill(0)
-        ring[1], ring[3] = Int32(1), Int32(1)
+            made.append((atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2))))
+        ring = cute.make_rmem_tensor(2, Int32)
+        ring[0], ring[1] = Int32(0), Int32(1)
         group = Int32(0)
         # Loops over fillings are not unrolled: what the roles run at once must fit the instruction cache.
         for tile in cutlass.range(at.first, at.last, unroll=1):
-            for c in cutlass.range(self.chunks, unroll=1):
+            for c in cutlass.range(count, unroll=1):
                 stage = ring[0]
-                full = bars.dk_full + (group * spec.dk_stages + stage)
-                cute.arch.mbarrier_wait(bars.dk_empty + stage, ring[1])
+                ready = full + (group * stages + stage)
+                cute.arch.mbarrier_wait(empty + stage, ring[1])
                 cute.arch.fence_view_async_shared()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, CODE_BOX)
-                atom, target, source = dk_side
-                cute.copy(atom, source[None, tile, c], target[None, stage], tma_bar_ptr=full)
-                advance(ring, 0, spec.dk_stages)
-            for j in cutlass.range(self.subs, unroll=1):
-                stage = ring[2]
-                full = bars.x_full + (group * spec.x_stages + stage)
-                cute.arch.mbarrier_wait(free + stage, ring[3])
-                cute.arch.fence_view_async_shared()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, X_BOX + (DV_BOX if spec.dv is not None else 0))
-                for atom, target, source in sides:
-                    cute.copy(atom, source[None, tile, at.column0 // 64 + j], target[None, stage], tma_bar_ptr=full)
-                advance(ring, 2, spec.x_stages)
-            group = group + 1 if group + 1 < spec.groups else Int32(0)
-
-    @cute.jit
-    def add_sums(self, io, at, s, bars):
-        """Warp 1: the sums for ``dnorm_weight`` that computing warps leave in the stages of ``x``, always in the order of the tiles."""
-        spec = self.spec
-        sums = cute.make_rmem_tensor((4, self.subs), Float32)  # the part that is added to next comes first
-        sums.fill(0.0)
-        ring = cute.make_rmem_tensor(2, Int32)
-        ring.fill(0)
-        for _ in cutlass.range((at.last - at.first) * self.subs, unroll=1):
-            cute.arch.mbarrier_wait(bars.x_empty + ring[0], ring[1])
-            add_stage(sums, s.rows + ring[0] * X_BOX)
-            release(bars.x_added + ring[0])
-            advance(ring, 0, spec.x_stages)
-        lane, parts = cute.arch.lane_idx(), io.parts
-        for j in cutlass.range_constexpr(self.subs):
-            for e in cutlass.range_constexpr(4):
-                value = sums[e, j] + cute.arch.shuffle_sync_bfly(sums[e, j], offset=8)
-                value = value if at.total > 0 else Float32(0.0)
-                if lane // 8 % 2 == 0:
-                    parts[at.run, at.column0 + 64 * j + lane // 16 * 32 + lane % 8 * 4 + e] = value
+                    cute.arch.mbarrier_arrive_and_expect_tx(ready, size)
+                for atom, target, source in made:
+                    cute.copy(atom, source[None, tile, first + c], target[None, stage], tma_bar_ptr=ready)
+                advance(ring, 0, stages)
+            group = group + 1 if group + 1 < self.spec.groups else Int32(0)
 
     @cute.jit
     def tabulate(self, io, at, s, bars):
@@ -455,12 +418,24 @@ class InputGradientOfCodes(InputGradient):
         row = 16 * warp + row_in_eight(lane // 4)
         phases = cute.make_rmem_tensor(2, Int32)  # a bit for each stage of dk and of x
         phases.fill(0)
+        columns = cute.make_rmem_tensor((8, self.runs), Float32)  # sums over this thread's rows, for ``dnorm_weight``
+        columns.fill(0.0)
         for tile in cutlass.range(at.first + group, at.last, spec.groups, unroll=1):
             turn = tile - at.first
             table = s.table + group * (4 * spec.table_words)
             cute.arch.mbarrier_wait(bars.table + group, turn // spec.groups % 2)
             self.multiply(mma, b, acc, operands, s, bars, table, tile, turn, row, at, group, phases)
-            self.norm(io, at, s, bars, exchange, acc, table, tile, turn, group, phases)
+            self.norm(io, at, s, bars, exchange, acc, columns, table, tile, turn, group, phases)
+        if const_expr(spec.need_norm):
+            row, parts, column0 = 4 * (spec.groups * at.run + group) + warp, io.parts, at.column0
+            for q in cutlass.range_constexpr(self.runs):
+                for e in cutlass.range_constexpr(8):
+                    total = columns[e, q]
+                    for distance in (4, 8, 16):
+                        total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+                    total = total if at.total > 0 else Float32(0.0)
+                    if lane < 4:
+                        parts[row, column0 + 32 * q + 8 * lane + e] = total
 
     @cute.jit
     def multiply(
@@ -471,6 +446,7 @@ class InputGradientOfCodes(InputGradient):
         (three have no registers for both)."""
         spec = self.spec
         quad = cute.arch.lane_idx() % 4
+        place = low_half(s.w)
         source = s.codes + row * CODES + (((2 * quad) ^ (row % 8)) << 4)
         factors_at = [table + load_half(table + (8 * TILE + 2 * (row + 8 * i))) + 2 * quad for i in range(2)]
         for c in cutlass.range_constexpr(self.chunks):
@@ -501,20 +477,14 @@ class InputGradientOfCodes(InputGradient):
                 for n in cutlass.range_constexpr(4):
                     for i in cutlass.range_constexpr(2):
                         a[4 * n + i], a[4 * n + 2 + i] = codes_to_f16(words[2 * h + i][n], factors[i])
-                warpgroup.fence()
-                atom = cute.make_mma_atom(mma.op)
-                atom.set(warpgroup.Field.ACCUMULATE, c + h > 0)
-                for n in cutlass.range_constexpr(4):
-                    cute.gemm(atom, acc, operand[None, None, n], b[None, None, 8 * c + 4 * h + n], acc)
-                    atom.set(warpgroup.Field.ACCUMULATE, True)
-                warpgroup.commit_group()
+                product(mma, acc, operand, b, c + h == 0, place + (2 * c + h) * (8 * spec.slab), 128)
             release(bars.dk_empty + stage)
         if const_expr(spec.groups == 3):
             warpgroup.wait_group(0)
 
     @cute.jit
     def norm(
-        self, io, at, s, bars, exchange, acc: cute.Tensor, table: Int32, tile: Int32, turn: Int32, group: Int32,
+        self, io, at, s, bars, exchange, acc: cute.Tensor, columns: cute.Tensor, table: Int32, tile: Int32, turn: Int32, group: Int32,
         phases: cute.Tensor,
     ):  # fmt: skip
         """Waits for the products. From ``dk w`` to ``dx``: ``acc`` becomes ``t = g dxn rstd``, then ``dx = t - x (rstd^2 mean(t x))``."""
@@ -523,7 +493,7 @@ class InputGradientOfCodes(InputGradient):
         row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
         quad = lane % 4
         xs = cute.make_rmem_tensor((4, self.runs, 2), Int32)
-        scale, unit, powers_at, sequences, bases = [], [], [], [], [Int64(0), Int64(0)]
+        scale, unit, powers_at, sequences = [], [], [], []
         for i in cutlass.range_constexpr(2):
             word = table + 4 * (row + 8 * i)
             scale.append(float_of(load_word(word)))
@@ -532,16 +502,40 @@ class InputGradientOfCodes(InputGradient):
             powers_at.append(entry + 2 * (spec.rows // 32) + 4)
             if const_expr(spec.mean):
                 sequences.append(load_word(word + 4 * TILE))
+        sums = cute.make_rmem_tensor(2, Float32)
+        sums.fill(0.0)
+        place = Bundle(row=row, quad=quad, tile=tile, turn=turn, group=group)
+        row_values = Bundle(scale0=scale[0], scale1=scale[1], unit0=unit[0], unit1=unit[1], powers0=powers_at[0], powers1=powers_at[1])
         if const_expr(spec.mean):
-            # One address for the mean of a row, beside the table or, if the warp has other sequences too, in global memory: a branch at
-            # each load would part the code that the compiler can move, and its other side would not fit the instruction cache.
-            bases = [generic_of_shared(Int32((s.means + (group * spec.slab + 8 * quad)).toint()))] * 2
-            if cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0)):
-                for i in cutlass.range_constexpr(2):
-                    bases[i] = address_of(io.mean, sequences[i] ^ (sequences[i] >> 31), at.column0 + 8 * quad)
-        sums = [Float32(0.0), Float32(0.0)]
+            if cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0)):  # the warp has rows of other sequences
+                others = [address_of(io.mean, n ^ (n >> 31), at.column0 + 8 * quad) for n in sequences]
+                self.derive(at, s, bars, acc, columns, xs, sums, place, row_values, others, phases)
+            else:
+                self.derive(at, s, bars, acc, columns, xs, sums, place, row_values, None, phases)
+        else:
+            self.derive(at, s, bars, acc, columns, xs, sums, place, row_values, None, phases)
+        sums = [sums[i] for i in range(2)]
+        release(bars.used + group)
+        if const_expr(spec.need_x):
+            for i in cutlass.range_constexpr(2):
+                sums[i] = quad_sum(sums[i])
+            if const_expr(spec.cluster > 1):
+                sums = self.exchange(at, exchange, sums, turn // spec.groups)
+            lane = pinned(cute.arch.lane_idx())
+            row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
+            for i in cutlass.range_constexpr(2):
+                self.write(io, at, acc, xs, scale[i], sums[i], lane % 4, tile * TILE + row + 8 * i, i)
+
+    @cute.jit
+    def derive(
+        self, at, s, bars, acc: cute.Tensor, columns: cute.Tensor, xs: cute.Tensor, sums: cute.Tensor, place, rows, bases,
+        phases: cute.Tensor,
+    ):  # fmt: skip
+        """``t`` in the place of the products, and its sums. ``bases``: addresses of the rows' means, or None: that beside the table."""
+        spec = self.spec
+        quad, row, tile, turn, group = place.quad, place.row, place.tile, place.turn, place.group
+        scale, unit, powers_at = (rows.scale0, rows.scale1), (rows.unit0, rows.unit1), (rows.powers0, rows.powers1)
         ends = tile * TILE + TILE > at.total
-        mine = 2048 * (at.warp % 4) + 128 * (lane // 4) + (((2 * quad) ^ (lane // 4 % 2)) << 4)
         row_at = s.rows + row * 128 + ((quad ^ (row % 8)) << 4)
         extra_at = s.extra + row * 64 + (((quad // 2) ^ (row // 2 % 4)) << 4) + quad % 2 * 8
         for j in cutlass.range_constexpr(self.subs):
@@ -555,8 +549,8 @@ class InputGradientOfCodes(InputGradient):
             await_stage(bars.x_full + group * spec.x_stages, stage, phases, 1, ready)
             if const_expr(j + 1 < self.subs):
                 ready = peek_stage(bars.x_full + group * spec.x_stages, stage_of(turn, self.subs, j + 1, spec.x_stages), phases, 1)
-            extras = {}
             for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
+                extras = {}
                 for i in cutlass.range_constexpr(2):
                     h = q % 2
                     words = shared_words((row_at ^ (64 * h)) + stage * X_BOX + 1024 * i, 4)
@@ -564,28 +558,25 @@ class InputGradientOfCodes(InputGradient):
                         xs[n, q, i] = words[n]
                     if const_expr(spec.dv is not None):
                         extras[q, i] = shared_words((extra_at ^ (32 * h)) + stage * DV_BOX + 512 * i, 2)
-            if ends:
-                for i in cutlass.range_constexpr(2):
-                    if tile * TILE + row + 8 * i >= at.total:
-                        for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
+                if ends:
+                    for i in cutlass.range_constexpr(2):
+                        if tile * TILE + row + 8 * i >= at.total:
                             for n in cutlass.range_constexpr(4):
                                 xs[n, q, i] = Int32(0)
                             if const_expr(spec.dv is not None):
                                 extras[q, i].fill(0)
-            if const_expr(spec.need_norm):
-                cute.arch.sync_warp()  # the sums go where other lanes of this warp found x
-            else:
-                release(bars.x_empty + stage)
-            if const_expr(j == 0 and spec.groups == 2):  # under the last products the first of ``x`` and dv came to registers
-                warpgroup.wait_group(0)
-            for q in cutlass.range_constexpr(2 * j, 2 * j + 2):
+                if const_expr(q % 2 == 1):
+                    release(bars.x_empty + stage)
+                if const_expr(q == 0 and spec.groups == 2):  # the first of ``x`` and dv came to registers under the last products
+                    warpgroup.wait_group(0)
                 gain = cute.make_rmem_tensor(8, Float32)
                 load_shared(s.gains.iterator + (32 * q + 8 * quad), gain)
-                column_sums = []
+                means = cute.make_rmem_tensor(8, Float32)
+                if const_expr(spec.mean and bases is None):
+                    load_shared(s.means + (group * spec.slab + 32 * q + 8 * quad), means)
                 for i in cutlass.range_constexpr(2):
                     xf = self.x_of(xs, q, i)
-                    means = cute.make_rmem_tensor(8, Float32)
-                    if const_expr(spec.mean):
+                    if const_expr(bases is not None):
                         load_generic(bases[i] + 128 * q, means)
                     extra = []
                     if const_expr(spec.dv is not None):
@@ -603,26 +594,10 @@ class InputGradientOfCodes(InputGradient):
                         else:
                             d = d * unit[i]
                         d = d * scale[i]
-                        if const_expr(i == 0):
-                            column_sums.append(d * xf[e])
-                        else:
-                            column_sums[e] = fma(d, xf[e], column_sums[e])
+                        if const_expr(spec.need_norm):
+                            columns[e, q] = fma(d, xf[e], columns[e, q])
                         acc[index] = d * gain[e]
                         sums[i] = fma(acc[index], xf[e], sums[i])
-                if const_expr(spec.need_norm):
-                    leave_sums(s.rows + stage * X_BOX + mine, 1024 * (q % 2), column_sums)
-            if const_expr(spec.need_norm):
-                release(bars.x_empty + stage)
-        release(bars.used + group)
-        if const_expr(spec.need_x):
-            for i in cutlass.range_constexpr(2):
-                sums[i] = quad_sum(sums[i])
-            if const_expr(spec.cluster > 1):
-                sums = self.exchange(at, exchange, sums, turn // spec.groups)
-            lane = pinned(cute.arch.lane_idx())
-            row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
-            for i in cutlass.range_constexpr(2):
-                self.write(io, at, acc, xs, scale[i], sums[i], lane % 4, tile * TILE + row + 8 * i, i)
 
     @cute.jit
     def write(self, io, at, acc: cute.Tensor, xs: cute.Tensor, scale, total, quad: Int32, token: Int32, i: cutlass.Constexpr):
@@ -657,41 +632,6 @@ def row_in_eight(j):
 def stage_of(turn, count: int, i: int, stages: int):
     """Stage of the ``i``-th of a tile's ``count`` fillings: known at compile time where a tile takes all of a ring, or its whole rounds."""
     return Int32(i % stages) if count % stages == 0 else (turn * count + i) % stages
-
-
-@cute.jit
-def leave_sums(place: Int32, after: cutlass.Constexpr, values):
-    """A thread's sums of 8 columns over its two rows, to its warp's part of a stage: 8 lines, a pair of rows each, of 32 columns.
-
-    ``place``: of the first 16 bytes. Every other line has its pieces of 16 bytes exchanged, so that the two lines that are served together
-    lie in different banks.
-    """
-    for h in cutlass.range_constexpr(2):
-        words = cute.make_rmem_tensor(4, Float32)
-        for e in cutlass.range_constexpr(4):
-            words[e] = values[4 * h + e]
-        pointer = cute.make_ptr(Float32, (place ^ (16 * h)) + after, cute.AddressSpace.smem, assumed_align=16)
-        cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(4)))
-
-
-@cute.jit
-def add_stage(sums: cute.Tensor, place: Int32):
-    """What :func:`leave_sums` left in a stage, added to ``sums[:, 0]``, which becomes the last: a lane's 4 columns, every other line; half
-    of the warp for 32 columns."""
-    lane = cute.arch.lane_idx()
-    source = place + lane // 16 * 1024 + lane // 8 % 2 * 128 + (((lane % 8) ^ (lane // 8 % 2)) << 4)
-    total = cute.make_rmem_tensor(4, Float32)
-    for e in cutlass.range_constexpr(4):
-        total[e] = sums[e, 0]
-    for w in cutlass.range_constexpr(4):
-        lines = [shared_words(source + (2048 * w + 256 * m), 4) for m in range(4)]
-        for e in cutlass.range_constexpr(4):
-            first, second = (float_of(lines[m][e]) + float_of(lines[m + 1][e]) for m in (0, 2))
-            total[e] = total[e] + (first + second)
-    for e in cutlass.range_constexpr(4):
-        for n in cutlass.range_constexpr(cute.size(sums, mode=[1]) - 1):
-            sums[e, n] = sums[e, n + 1]
-        sums[e, cute.size(sums, mode=[1]) - 1] = total[e]
 
 
 @cute.jit

@@ -47,6 +47,19 @@ def clusters_of(device: torch.device, size: int) -> int:
     return _resident(device.index if device.index is not None else torch.cuda.current_device(), size)
 
 
+def added(device: torch.device, wide: Tensor | None, narrow: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Sums over the first dimension of parts of ``dw_k`` and of ``dnorm_weight``, in order; None of None."""
+    from fused_ops.gemm_norm_backward.sums import compile_add_parts
+
+    sums = [None if parts is None else torch.empty(parts.shape[1:], dtype=torch.float32, device=device) for parts in (wide, narrow)]
+    arguments: list[Tensor | None] = []
+    for parts, total in zip((wide, narrow), sums, strict=True):
+        arguments += [None, None] if parts is None or total is None else [parts.flatten(1), total.flatten()]
+    if wide is not None or narrow is not None:
+        launch(compile_add_parts(arch_of(device), wide is not None, narrow is not None), device, *arguments)
+    return sums[0], sums[1]
+
+
 def input_gradient(
     dk: Tensor | MXTensor,
     dv: Tensor | MXTensor | None,
@@ -59,7 +72,7 @@ def input_gradient(
     need_x: bool,
     need_norm: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``(dx, dnorm_weight)``, None where not needed. T >= 1, B >= 1."""
+    """``(dx, dnorm_weight)``, the latter in parts that are still to be added; None where not needed. T >= 1, B >= 1."""
     from fused_ops.gemm_norm_backward.input_gradient import compile_input_gradient
     from fused_ops.gemm_norm_backward.input_gradient_codes import compile_input_gradient_of_codes
 
@@ -81,8 +94,7 @@ def input_gradient(
     tiles = -(-x.shape[0] // TILE)
     clusters = min(clusters_of(device, spec.cluster), -(-tiles // spec.groups))
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if need_x else None
-    sums = clusters * (1 if spec.roles else spec.groups * 4)
-    parts = torch.empty(sums, columns, dtype=torch.float32, device=device) if need_norm else None
+    parts = torch.empty(clusters * spec.groups * 4, columns, dtype=torch.float32, device=device) if need_norm else None
     compile_it = compile_input_gradient_of_codes if spec.roles else compile_input_gradient
     launch(
         compile_it(arch_of(device), None if offsets is None else dtype_name(offsets), spec),
@@ -101,11 +113,11 @@ def input_gradient(
         parts,
         clusters,
     )
-    return dx, None if parts is None else parts.sum(0)
+    return dx, parts
 
 
 def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tensor | None) -> Tensor:
-    """``dk^T @ xn`` FP32 ``[N, C]``, bitwise repeatable. T >= 1, B >= 1."""
+    """``dk^T @ xn`` in FP32 parts ``[n, N, C]`` that are still to be added. T >= 1, B >= 1."""
     from fused_ops.gemm_norm_backward.weight_gradient import compile_weight_gradient
     from fused_ops.gemm_norm_backward.weight_gradient_codes import compile_weight_gradient_of_codes
     from fused_ops.gemm_norm_backward.weight_gradient_fp8 import compile_weight_gradient_fp8
@@ -120,7 +132,7 @@ def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tenso
         compile_it = compile_weight_gradient_fp8
     compiled = compile_it(arch_of(device), None if offsets is None else dtype_name(offsets), spec)
     launch(compiled, device, dk, dk_scale, xn, xn_scale, offsets, parts)
-    return parts.sum(0)
+    return parts
 
 
 def gemm_norm_backward(
@@ -149,8 +161,9 @@ def gemm_norm_backward(
         zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device)]
         zeros += [torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in (norm_weight.shape, w_k.shape)]
         return tuple(z if need else None for z, need in zip(zeros, (need_x, need_norm, need_w), strict=True))  # type: ignore[return-value]
-    dw = weight_gradient(dk, xn, offsets) if need_w and xn is not None else None
-    if not (need_x or need_norm):
-        return None, None, dw
-    dx, dgamma = input_gradient(dk, dv, dv_mean, w_k, x, norm_weight, rstd, offsets, need_x, need_norm)
+    wide = weight_gradient(dk, xn, offsets) if need_w and xn is not None else None
+    dx, narrow = None, None
+    if need_x or need_norm:
+        dx, narrow = input_gradient(dk, dv, dv_mean, w_k, x, norm_weight, rstd, offsets, need_x, need_norm)
+    dw, dgamma = added(x.device, wide, narrow)
     return dx, dgamma, dw

@@ -108,9 +108,8 @@ PAIRS: tuple[Pair, ...] = (
     *(
         Pair(INPUT, f"input_gradient_codes.py {write}", f"input_gradient_codes.py {read}", PUBLISH, TABLE)
         for write in ("tabulate", "write_groups", "write_rows")
-        for read in ("multiply", "norm")
+        for read in ("multiply", "norm", "derive")
     ),
-    Pair(INPUT, "input_gradient_codes.py leave_sums", "input_gradient_codes.py add_stage", PUBLISH, "sums: " + WRITTEN.format("x_empty")),
     Pair(
         WEIGHT,
         "weight_gradient_codes.py scan",
