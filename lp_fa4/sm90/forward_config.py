@@ -23,6 +23,10 @@ WIDER = 2
 """Powers of two that P's scale gives to the threshold where V's exponents are not folded into P: with 2**5 and 3.75 instead of 2**7
 and 1.75 P's bound is the same, and few tiles move a reference. E4M3 then loses P under 2**-14 of the largest instead of 2**-16."""
 
+LOWER = 2
+"""Powers of two that P's scale gives up where its products with V are summed in FP16: a P of E4M3's range times V's largest code then stays
+in FP16 by itself, and sums of usual ones do (``ForwardSpec.half_sums``)."""
+
 
 def half_scale(scale: float) -> float:
     """The nearest number with FP16's eleven bits, whatever its exponent: times a power of two it is a FP16 number."""
@@ -83,6 +87,8 @@ class ForwardSpec:
         parts: "float32" or "float16" where the splits are ``forward_few``'s, as that leaves them.
         retries: whole tiles go unseen and are done again where a P is too large; otherwise their maxima come first (``forward_softmax``).
         halves: scores in FP16 where a row's codes allow it (``forward_halves``).
+        half_sums: P V of ``together`` tiles is summed in FP16 where scores are FP16; what leaves it is done again, in FP32, by a second
+            launch (``worklist``).
         together: key tiles whose P V shares an accumulator, with ``halves``.
         tied: of so many runs of 16 keys one has its exponentials held back, by ``lag``.
         lag: groups of four exponentials that may be under way at once; 0 leaves their order to ptxas.
@@ -105,6 +111,7 @@ class ForwardSpec:
     stages: int = 3
     retries: bool = True
     halves: bool = False
+    half_sums: bool = False
     together: int = 1
     lag: int = 4
     tied: int = 2
@@ -116,6 +123,7 @@ class ForwardSpec:
         assert not self.halves or (self.split_keys == 0 and self.key_scale == self.value_scale in (0, 128)), (
             "exponents of tiles have FP32 scores"
         )
+        assert not self.half_sums or (self.halves and self.centred), "sums of positive P would leave FP16"
         owned = 65536 // self.threads // 8 * 8 * self.threads
         assert 256 * self.registers[0] + (self.threads - 256) * self.registers[1] <= owned, "a warpgroup would wait for registers for ever"
 
@@ -152,7 +160,7 @@ class ForwardSpec:
     @property
     def p_log2(self) -> int:
         """Power of two on P."""
-        return self.p_scale_log2 - (0 if self.folded else WIDER)
+        return self.p_scale_log2 - (0 if self.folded else WIDER) - (LOWER if self.half_sums else 0)
 
     @property
     def growth(self) -> float:

@@ -7,7 +7,8 @@ scores stand before the wait for P V where the softmax needs them first.
 An item's scores are FP16 (``next_halves``, where the codes of its queries allow it) or FP32 (``next_tile``), each with a loop of its own.
 
 Two levels of accumulation: FP8 wgmma keeps some 14 bits of its sums, so each key tile's P V starts from zero and is
-added to O in FP32; that addition is also where O is rescaled, for a moved reference or another exponent of V's next tile.
+added to O in FP32; that addition is also where O is rescaled, for a moved reference or another exponent of V's next tile. Centred P V of
+a group of tiles is summed in FP16 instead (``ForwardSpec.half_sums``); an item that leaves FP16 is noted for a second launch.
 
 The loop over whole tiles holds no code for masks: instructions that are jumped over cost fetches. Tiles that a
 sequence's end or the causal diagonal cuts come last and have a loop of their own.
@@ -20,11 +21,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.halves import half_of
-from lp_fa4.common.numbers import exp2, scale_of_byte
+from lp_fa4.common.numbers import exp2, float_of, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import EPILOGUE, finish, finish_split, row_numbers
 from lp_fa4.sm90.forward_halves import (
     HalfState,
+    do_again,
     exponentiate_halves,
     half_factor,
     mask_halves,
@@ -36,6 +38,7 @@ from lp_fa4.sm90.forward_halves import (
     settle,
     start_halves,
     take_halves,
+    widened,
 )
 from lp_fa4.sm90.forward_producer import key_tiles
 from lp_fa4.sm90.forward_ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, barrier_at, next_place, release
@@ -80,7 +83,7 @@ def visible_factor(factor: Float32) -> Float32:
 
 
 @cute.jit
-def add_partial(spec: cutlass.Constexpr, total: cute.Tensor, partial: cute.Tensor, factors: cute.Tensor):
+def add_partial(spec: cutlass.Constexpr, total: cute.Tensor, partial, factors: cute.Tensor):
     """``total = total * factors + partial`` by rows."""
     for j in cutlass.range_constexpr(spec.head_dim // 8):
         for r in cutlass.range_constexpr(2):
@@ -196,7 +199,8 @@ def issue_products(spec: cutlass.Constexpr, c, qk, scores, partial, work, ring, 
     cute.arch.barrier(barrier_id=TURN + c.wg, number_of_threads=256)
     product(qk, scores, c.q[first], c.k[first], True, place[2], d, q_low, d, zero)
     cute.arch.mbarrier_wait(barrier_at(spec, before, V_FULL), before[1])
-    product(c.mma.pv, partial, c.p, c.v[first], fresh, before[2] + c.s.k_bytes // 16, KEY_TILE, zero=zero)
+    pv = c.mma.half_sums if const_expr(partial.element_type is Float16) else c.mma.pv
+    product(pv, partial, c.p, c.v[first], fresh, before[2] + c.s.k_bytes // 16, KEY_TILE, zero=zero)
 
 
 @cute.jit
@@ -272,7 +276,7 @@ def next_halves(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutl
     following = next_place(spec, ring[0])
     raw = cute.make_rmem_tensor(c.score_shape, Float16)
     if const_expr(partial is None):
-        partial = cute.make_rmem_tensor(c.out_shape, Float32)
+        partial = cute.make_rmem_tensor(c.out_shape, sums_of(spec))
     issue_products(spec, c, c.mma.halves, raw, partial, work, ring, opens)
     scale, _, exponent = factors_of(spec, factor, c.s.exponents, ring[0][0])
     warpgroup.wait_group(1)
@@ -290,7 +294,13 @@ def next_halves(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutl
         for r in cutlass.range_constexpr(2):
             move_halves(spec, scores, state, factor, r, spec.growth)
     ready = end_products(spec, c, ring, following)
-    after = (partial[0], c.t.zero)
+    words, first = None, partial[0]
+    if const_expr(spec.half_sums):
+        words = cute.recast_tensor(partial, Int32)
+        first = float_of(words[0])
+        if const_expr(closes):
+            partial = widened(words)
+    after = (first, c.t.zero)
     if const_expr(whole):
         if const_expr(spec.value_scale > 0):
             add_partial(spec, c.total, partial, factors)
@@ -299,7 +309,12 @@ def next_halves(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutl
         exponentiate_halves(spec, scores, c.codes, state, factor2, after, True)
         if cute.arch.vote_any_sync(past_range(spec, state)):
             retry_halves(spec, scores, c.codes, state, factor, factor2)
-            rescale(state, [c.total] if const_expr(closes) else [c.total, partial])
+            if const_expr(closes):
+                rescale(state, [c.total])
+            elif const_expr(spec.half_sums):
+                rescale(state, [c.total], words)
+            else:
+                rescale(state, [c.total, partial])
     else:
         if const_expr(spec.causal):
             exponentiate_halves(spec, scores, c.codes, state, factor2, after, False)
@@ -313,8 +328,13 @@ def next_halves(spec: cutlass.Constexpr, c, tile: Int32, work, ring, whole: cutl
     return following, ring[0], ready
 
 
+def sums_of(spec):
+    """What P V of FP16 scores is summed in."""
+    return Float16 if spec.half_sums else Float32
+
+
 @cute.jit
-def add(total: cute.Tensor, partial: cute.Tensor):
+def add(total: cute.Tensor, partial):
     """``total += partial``."""
     for i in cutlass.range_constexpr(cute.size(total)):
         total[i] = total[i] + partial[i]
@@ -358,7 +378,7 @@ def tiles_of_item(spec: cutlass.Constexpr, c, item, numbers, query, place, halve
         if const_expr(spec.together > 1):
             groups = (whole - begin) // spec.together
             for i in cutlass.range(groups, unroll=1):
-                partial = cute.make_rmem_tensor(c.out_shape, Float32)
+                partial = cute.make_rmem_tensor(c.out_shape, sums_of(spec))
                 for n in cutlass.range_constexpr(spec.together):
                     part = (n == 0, n == spec.together - 1)
                     ring = next_halves(spec, c, begin + spec.together * i + n, work, ring, True, partial, part)
@@ -436,7 +456,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
                 release(barrier_at(spec, place, V_EMPTY))
                 place = next_place(spec, place)
         query = (qi, q_first + qi * (QUERY_TILE * spec.head_dim // 16))
-        ring = (place, place, Boolean(False))
+        ring, fit = (place, place, Boolean(False)), Boolean(False)
         if const_expr(spec.halves):
             cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
             scores = cute.make_rmem_tensor(score_shape, Float16)
@@ -462,6 +482,8 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
         factors = cute.make_rmem_tensor(2, Float32)
         take_factors(spec, c.state, factors)
         add_partial(spec, total, partial, factors)
+        if const_expr(spec.half_sums):
+            do_again(spec, t, total, item, wg, fit, Int32(EPILOGUE) + wg)
         if const_expr(spec.split_keys > 0):
             finish_split(spec, t, total, c.state, item, row_in_tile, c.column)
         else:

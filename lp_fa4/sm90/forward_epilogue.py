@@ -109,7 +109,10 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, numbers, item
     thread, lane = tid % 128, tid % 32
     wg = cute.arch.make_warp_uniform((tid - 128) // 128)
     b, head, row0, first_row = item[0], item[1], item[2], item[3]
-    queries = item[4]
+    queries = end = item[4]
+    if const_expr(spec.half_sums):
+        other = (item[7] > 0) & (item[7] != wg + 1)  # the second launch has one warpgroup's rows to do again
+        end = Int32(0) if other else end
     tile_row = row0 + wg * 64
     first_out = b * queries if const_expr(spec.shared) else first_row
     scale, centers, seen, maxima, exponents = numbers
@@ -142,7 +145,7 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, numbers, item
         cute.copy(copy, copy.retile(values), staged[None, None, None, 2 * output + wg])
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)
-    rows, out_row = queries - tile_row, first_out + tile_row
+    rows, out_row = end - tile_row, first_out + tile_row
     if const_expr(spec.outputs == 2):
         store_tile(spec, t.centred, s.o[None, None, wg], head, out_row, rows)
         store_tile(spec, t.out, s.o[None, None, 2 + wg], head, out_row, rows)
@@ -153,7 +156,7 @@ def finish(spec: cutlass.Constexpr, t, s, mma, total: cute.Tensor, numbers, item
     # behind the fence, which would wait for them
     for r in cutlass.range_constexpr(2):
         row = tile_row + thread // 32 * 16 + lane // 4 + 8 * r
-        if (lane % 4 == 0) & (row < queries):
+        if (lane % 4 == 0) & (row < end):
             store_statistics(t, (head, first_out + row), seen[r] == 0.0, maxima[r] * t.stretch, exponents[r])
 
 

@@ -25,8 +25,9 @@ from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.halves import add2, bits_from, chosen, e4m3_of, exp2_2, floor, fma2, half_of, max2, max3_2, mul2, pair, tied
 from lp_fa4.common.numbers import absolute, bits_of, exp2, inline_ptx, log2, quad_max, quad_sum, scale_of_byte
-from lp_fa4.sm90.forward_config import KEY_TILE
+from lp_fa4.sm90.forward_config import KEY_TILE, LOWER
 from lp_fa4.sm90.forward_softmax import RowState
+from lp_fa4.sm90.worklist import AGAIN, FIELDS
 
 COLUMN_PAIRS = KEY_TILE // 8
 LARGEST_ROW = 145.0
@@ -96,6 +97,8 @@ def rows_fit(spec: cutlass.Constexpr, t, item, warpgroup_rows, factor: Float32, 
     norm = norm + cute.arch.shuffle_sync_bfly(norm, offset=1)
     fits = (row >= rows) | (norm <= LARGEST_ROW)  # not of a NaN
     fits = fits & (factor <= LARGEST_FACTOR)
+    if const_expr(spec.half_sums):
+        fits = fits & (t.wide == 0)
     if const_expr(spec.key_scale == 0):
         fits = fits & (factor >= SMALLEST_FACTOR)
     return cute.arch.vote_any_sync(all_of(barrier, fits))  # a vote's result is the warp's: descriptors keep their uniform registers
@@ -236,8 +239,8 @@ def exponentiate_halves(
 
 @cute.jit
 def past_range(spec: cutlass.Constexpr, state):
-    """Whether a P of this thread's rows is past E4M3's range, or NaN."""
-    limit = Int32(packed(LARGEST_P * 2.0 ** (lift(spec) - spec.p_log2)))
+    """Whether a P of this thread's rows is past E4M3's range (with ``half_sums`` a fourth of it), or NaN."""
+    limit = Int32(packed(LARGEST_P * 2.0 ** (lift(spec) - spec.p_log2 - (LOWER if spec.half_sums else 0))))
     return max3_2(state.top[0], state.top[1], limit) != limit
 
 
@@ -251,13 +254,44 @@ def retry_halves(spec: cutlass.Constexpr, scores, codes, state, scale: Float32, 
 
 
 @cute.jit
-def rescale(state, totals: cutlass.Constexpr):
-    """Accumulators brought to the moved references; then no move is pending."""
+def rescale(state, totals: cutlass.Constexpr, words: cutlass.Constexpr = None):
+    """Accumulators brought to the moved references; then no move is pending. ``words``: of FP16 sums, or None."""
+    if const_expr(words is not None):
+        factors = [pair(state.alpha[r]) for r in range(2)]
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = mul2(words[i], factors[i % 2])
     for total in totals:
         for i in cutlass.range_constexpr(cute.size(total)):
             total[i] = total[i] * state.alpha[i // 2 % 2]
     for r in cutlass.range_constexpr(2):
         state.alpha[r] = Float32(1.0)
+
+
+def widened(words):
+    """FP16 sums as FP32, in the fragment's order."""
+    return [half_of(words[i // 2], i % 2) for i in range(2 * cute.size(words))]
+
+
+def tree_sum(parts: list):
+    """Sum of FP32 in registers, pair by pair."""
+    while len(parts) > 1:
+        parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+@cute.jit
+def do_again(spec: cutlass.Constexpr, t, total: cute.Tensor, item, wg: Int32, fit, barrier: Int32):
+    """Note an item whose FP16 sums left FP16 (O is not finite then, whatever was added) for the second launch, which takes the loop with
+    FP32 scores and sums: this warpgroup's rows. Called by all its threads."""
+    kept = all_of(barrier, absolute(tree_sum([total[i] for i in range(cute.size(total))])) < Float32.inf)  # not of a NaN
+    if fit & (not kept):  # noqa: SIM102
+        if cute.arch.thread_idx()[0] % 128 == 0:
+            index = cute.arch.atomic_add(t.state.iterator + AGAIN, Int32(1), sem="relaxed", scope="gpu")
+            record = cute.make_rmem_tensor(FIELDS, Int32)
+            for i in cutlass.range_constexpr(FIELDS - 1):
+                record[i] = item[i]
+            record[FIELDS - 1] = wg + 1
+            cute.autovec_copy(record, t.again[index, None])
 
 
 @cute.jit

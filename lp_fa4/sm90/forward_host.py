@@ -54,8 +54,10 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         None if whole else fake("float32", (4, slots, heads, queries), align=4, compact=True),
         fake("int32", (symbol(), _FIELDS), compact=True),
         fake("int32", (symbol(),), align=4),
+        fake("int32", (symbol(), _FIELDS), compact=True) if spec.half_sums else None,
         Float32(1.0),
         Float32(1.0),
+        Int32(1),
         Int32(1),
         Int32(1),
     )
@@ -124,7 +126,11 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
     query, key, value = blocks
     split = split_keys_of(problem)
     halves = key == value and value in (0, 128) and split == 0
+    half_sums = halves and problem.centred and value == 0
+    retries = problem.causal or (value != 128 and not problem.shared_q)  # as measured
     lag, tied = order_of(problem.head_dim, problem.causal, value, halves)
+    if half_sums and values == "copied" and not retries:  # as measured
+        lag = 4
     return ForwardSpec(
         head_dim=problem.head_dim,
         group=problem.group,
@@ -142,10 +148,9 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
         p_scale_log2=problem.config.p_scale_log2,
         threshold=problem.config.rescale_threshold,
         halves=halves,
-        together=2
-        if halves and values == "plain" and value == 0 and problem.centred
-        else 1,  # FP8 sums of P that is positive lose too much
-        retries=problem.causal or (value != 128 and not problem.shared_q),  # as measured
+        half_sums=half_sums,
+        together=2 if half_sums else 1,
+        retries=retries,
         lag=lag,
         tied=tied,
     )
@@ -208,7 +213,7 @@ def _launch_forward(
     problem: AttentionProblem, spec: ForwardSpec, offsets_k: Tensor, offsets_q: Tensor | None, codes, scales, parts, part_stats, result
 ) -> None:
     """Work list and main kernel; fills ``result``, or ``parts`` and ``part_stats`` where keys are split."""
-    from lp_fa4.sm90.worklist import work_list
+    from lp_fa4.sm90.worklist import AGAIN, work_list
 
     device = offsets_k.device
     assert problem.softmax_scale is not None
@@ -227,23 +232,33 @@ def _launch_forward(
     exact = problem.softmax_scale * LOG2_E
     scale = half_scale(exact) if spec.halves else exact
     outputs = [result.out, result.centred_out if spec.outputs == 2 else None, result.lse, result.row_max, result.row_sum]
-    launch(
-        _compile_forward(arch_of(device), spec),
-        device,
-        *codes,
-        *scales,
-        problem.v_sum if whole and spec.centred else None,
-        problem.v_mean if whole else None,
-        *(outputs if whole else [None] * 5),
-        parts,
-        part_stats,
-        records,
-        state,
-        scale,
-        exact / scale if scale > 0.0 else 1.0,
-        min(multiprocessors(device), records.shape[0]),
-        0,
-    )
+    compiled = _compile_forward(arch_of(device), spec)
+    again = records.new_empty(2 * records.shape[0], _FIELDS) if spec.half_sums else None
+
+    def run(items: Tensor, counts: Tensor, wide: int) -> None:
+        launch(
+            compiled,
+            device,
+            *codes,
+            *scales,
+            problem.v_sum if whole and spec.centred else None,
+            problem.v_mean if whole else None,
+            *(outputs if whole else [None] * 5),
+            parts,
+            part_stats,
+            items,
+            counts,
+            again,
+            scale,
+            exact / scale if scale > 0.0 else 1.0,
+            min(multiprocessors(device), items.shape[0]),
+            0,
+            wide,
+        )
+
+    run(records, state, 0)
+    if again is not None:  # what left FP16: hardly ever anything
+        run(again, state[AGAIN:], 1)
 
 
 def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardResult:

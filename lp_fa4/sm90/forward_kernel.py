@@ -75,10 +75,12 @@ class Forward:
         part_stats: cute.Tensor,
         records: cute.Tensor,
         state: cute.Tensor,
+        again: cute.Tensor,
         scale_log2: Float32,
         stretch: Float32,
         ctas: Int32,
         zero: Int32,
+        wide: Int32,
         stream,
     ):
         spec = self.spec
@@ -109,12 +111,12 @@ class Forward:
         c_atom, t_c = result(centred) if const_expr(whole and spec.outputs == 2) else (o_atom, t_o)
         mma_qk, mma_pv = tiled_mma(KEY_TILE, 2, False), tiled_mma(d, 2, True)
         mma_out = tiled_mma(d, 1, True)
-        mma_halves = tiled_mma(KEY_TILE, 2, False, Float16)
+        mma_halves, mma_half_sums = tiled_mma(KEY_TILE, 2, False, Float16), tiled_mma(d, 2, True, Float16)
         self.kernel(
-            mma_qk, mma_halves, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
+            mma_qk, mma_halves, mma_half_sums, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
             q_scale, k_scale, v_scale, v_sum, v_mean,
             out, centred, lse, maximum, total, parts, part_stats,
-            records, state, scale_log2, stretch, zero, l_q, l_k, l_v, l_p, l_o,
+            records, state, again, scale_log2, stretch, zero, wide, l_q, l_k, l_v, l_p, l_o,
         ).launch(grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -122,6 +124,7 @@ class Forward:
         self,
         mma_qk: cute.TiledMma,
         mma_halves: cute.TiledMma,
+        mma_half_sums: cute.TiledMma,
         mma_pv: cute.TiledMma,
         mma_out: cute.TiledMma,
         q_atom: cute.CopyAtom,
@@ -148,9 +151,11 @@ class Forward:
         part_stats: cute.Tensor,
         records: cute.Tensor,
         state: cute.Tensor,
+        again: cute.Tensor,
         scale_log2: Float32,
         stretch: Float32,
         zero: Int32,
+        wide: Int32,
         l_q: cute.ComposedLayout,
         l_k: cute.ComposedLayout,
         l_v: cute.ComposedLayout,
@@ -222,7 +227,8 @@ class Forward:
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             vectors=[x for x in (v_sum, v_mean) if x is not None],
             out=(o_atom, t_o, out), centred=(c_atom, t_c, centred), lse=lse, maximum=maximum, sum=total,
-            parts=parts, part_stats=part_stats, records=records, state=state, scale_log2=scale_log2, stretch=stretch, zero=zero,
+            parts=parts, part_stats=part_stats, records=records, state=state, again=again,
+            scale_log2=scale_log2, stretch=stretch, zero=zero, wide=wide,
         )  # fmt: skip
         if warp < 4:
             cute.arch.setmaxregister_decrease(spec.registers[1])
@@ -237,7 +243,7 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(spec.registers[0])
             store = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), BFloat16), mma_out)
-            mma = Bundle(qk=mma_qk, halves=mma_halves, pv=mma_pv, out=mma_out, store=store)
+            mma = Bundle(qk=mma_qk, halves=mma_halves, half_sums=mma_half_sums, pv=mma_pv, out=mma_out, store=store)
             consume(spec, t, s, bars, mma)
             if warp % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0)

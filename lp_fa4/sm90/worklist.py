@@ -7,7 +7,8 @@ One item is one query tile of one head of one sequence (and one split of its key
 
 Two launches: one CTA sorts the sequences by their number of key tiles (a counting sort, 1,024 bins; longer ones share
 the last) and gives each its place, then one warp per sequence writes the records. ``state[0]`` is the number of items,
-``state[1]`` the counter that persistent CTAs draw items from, zeroed here at every launch. The order of equal-length
+``state[1]`` the counter that persistent CTAs draw items from, zeroed here at every launch; ``state[2:4]`` the same of a second list, which
+is empty here (a kernel may note items in it that another launch is to do again). The order of equal-length
 sequences is not fixed from run to run; results do not depend on it.
 """
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 
 FIELDS = 8
+AGAIN, _PLACES = 2, 4
+"""Where ``state`` holds the second list's numbers, and the places of sequences."""
 _BINS = 1024
 _SORT_THREADS = 1024
 _EXPAND_WARPS = 8
@@ -103,13 +106,14 @@ class WorkList:
             totals[lane] = total - value
             if lane == 31:
                 state[0] = total
-                state[1] = Int32(0)
+                for i in cutlass.range_constexpr(1, _PLACES):
+                    state[i] = Int32(0)
         cute.arch.sync_threads()
         bins[tid] = totals[warp] + running - mine
         cute.arch.sync_threads()
         for b in cutlass.range(tid, batch, _SORT_THREADS, unroll=1):
             keys, tiles, splits = self.sizes(offsets_k, offsets_q, queries, b)
-            state[2 + b] = cute.arch.atomic_add(bins.iterator + self.bin(keys), tiles * splits * heads, sem="relaxed", scope="cta")
+            state[_PLACES + b] = cute.arch.atomic_add(bins.iterator + self.bin(keys), tiles * splits * heads, sem="relaxed", scope="cta")
 
     @cute.kernel
     def expand(
@@ -134,7 +138,7 @@ class WorkList:
             if cutlass.const_expr(self.shared_q):
                 first_row = Int32(0)
             first_key = Int32(offsets_k[b])
-            start = state[2 + b]
+            start = state[_PLACES + b]
             # Query tiles of one head are neighbours: they read the same keys at about the same time. The last tile of a
             # causal sequence sees the most keys, so it comes first.
             for i in cutlass.range(lane, tiles * splits * heads, 32, unroll=1):
@@ -185,7 +189,7 @@ def work_list(
     query_tile: int,
     split_keys: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Records ``[capacity, 8]`` and state ``[2 + B]`` (both int32) of a forward; B >= 1.
+    """Records ``[capacity, 8]`` and state ``[4 + B]`` (both int32) of a forward; B >= 1.
 
     ``rows``: rows of q; ``tokens``: rows of k; ``queries``: rows per sequence, or None with ``offsets_q``.
     ``split_keys`` needs at most one query tile per sequence where queries are jagged.
@@ -199,7 +203,7 @@ def work_list(
     if capacity >= 2**31:
         raise ValueError(f"{capacity} work items ({heads} heads); at most 2^31 - 1 are allowed")
     records = torch.empty(capacity, FIELDS, dtype=torch.int32, device=offsets_k.device)
-    state = torch.empty(2 + batch, dtype=torch.int32, device=offsets_k.device)
+    state = torch.empty(_PLACES + batch, dtype=torch.int32, device=offsets_k.device)
     jagged = queries is None
     assert not jagged or offsets_q is not None
     query_offsets = offsets_q if jagged else offsets_k

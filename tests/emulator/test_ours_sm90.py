@@ -36,6 +36,7 @@ FORWARD = {
     ),
     "groups of whole tiles, head 64": dict(lengths=[780, 5], queries=66, dim=64, heads=1, kv_heads=1, score_std=3.0, lse=FP16),
     "tiles of an exponent, FP16 scores": dict(lengths=[650], queries=70, heads=1, kv_heads=1, block=[128, 128], bounded=True, lse=FP16),
+    "sums that leave FP16": dict(lengths=[300, 31], queries=70, heads=1, kv_heads=1, bounded=True, mean=False, aligned=True, lse=FP16),
     "copied, FP16 scores": dict(lengths=[130, 0, 97], queries=70, heads=1, kv_heads=1, copied=True, bounded=True, lse=FP16),
     "few, copied": dict(lengths=[289, 0, 97], queries=2, heads=1, kv_heads=1, copied=True),
     "square": dict(lengths=[129, 7], queries=130, heads=1, kv_heads=1, block=[32, 32]),

@@ -64,6 +64,7 @@ class Case:
     dtype: torch.dtype = torch.int32
     score_std: float = 1.0
     bounded: bool = False  # rows of q's codes sum to at most 146, so that FP16 holds their products with any codes
+    aligned: bool = False  # values follow keys that half of the queries' weight prefers: sums of centred P V leave FP16
 
     def make(self, seed: int = 0, edit=None) -> AttentionProblem:
         """Random operands; ``edit(q, k, v, offsets_k)`` may change them before they are quantized."""
@@ -86,6 +87,11 @@ class Case:
         v = random(tokens, self.kv_heads, self.dim) + 0.5 * random(1, self.kv_heads, self.dim)
         if self.slack:
             k[-self.slack :], v[-self.slack :] = torch.nan, torch.nan
+        if self.aligned:
+            even = (torch.arange(tokens, device=DEVICE) % 2 == 0)[:, None, None]
+            q.mul_(0.02).add_(0.06)
+            k.copy_(torch.where(even, 0.3, -0.3))
+            v.copy_(torch.where(even, 400.0, -400.0))
         if edit is not None:
             edit(q, k, v, offsets_k)
         config = AttentionConfig(center_p=self.centred, center_p_backward=self.centred)

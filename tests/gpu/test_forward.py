@@ -201,6 +201,46 @@ def test_rows_that_leave_the_range_of_fp16(block, bounded, centred):
         check(problem, run(problem), lse_tolerance=max(4e-3, 2.0**-9 * largest))  # the scores' own error, as in test_negative_scores
 
 
+@pytest.mark.parametrize("block", ["static", (128, 128)])
+@pytest.mark.parametrize("copied", [False, True])
+def test_sums_that_leave_fp16(copied, block, monkeypatch):
+    """Where a sequence's values follow its keys, sums of centred P V leave FP16: its items, and no others, are done again in FP32."""
+    from lp_fa4.sm90 import worklist
+    from lp_fa4.sm90.operands import MXTensorWithCopy
+    from lp_fa4.sm90.transpose import transposed_copy
+
+    states, listed = [], worklist.work_list
+    monkeypatch.setattr(worklist, "work_list", lambda *args, **kwargs: states.append(listed(*args, **kwargs)) or states[-1])
+
+    def problem(aligned):
+        def edit(q, k, v, offsets):
+            rows = slice(int(offsets[1]), int(offsets[2]))
+            row = torch.arange(rows.stop - rows.start, device=q.device)[:, None, None]
+            q.mul_(0.02).add_(0.06)
+            k[rows] = torch.where(row % 2 == 0, 0.3, -0.3)
+            v[rows] = torch.where(row % (2 if aligned else 4) < (1 if aligned else 2), 400.0, -400.0)
+
+        made = Case((700, 300, 97, 0), queries=200, block=block, bounded=True, mean=False).make(6, edit)
+        if copied:
+            v = made.v
+            copy = transposed_copy(v.codes, made.offsets_k, "accumulator")
+            made = dataclasses.replace(made, v=MXTensorWithCopy(v.payload, v.scale, v.block, v.offsets, v.token_dim, copy))
+        return made
+
+    loud, calm = problem(True), problem(False)
+    result, other = run(loud), run(calm)
+    check(loud, result)
+    check(calm, other)
+    items = [int(state[2]) for _, state in states]
+    assert items == ([8, 0] if block == "static" else [0, 0]), items  # two heads, 200 rows: four warpgroups a head
+    for rows in (slice(0, 200), slice(400, 800)):
+        for field in ("out", "centred_out"):
+            assert torch.equal(getattr(result, field)[rows], getattr(other, field)[rows]), field
+    again = run(loud)
+    for field in ("out", "centred_out", "lse", "row_max", "row_sum"):
+        assert torch.equal(getattr(result, field), getattr(again, field)), field
+
+
 def test_negative_scores():
     """Every score far below zero."""
 
