@@ -25,6 +25,7 @@ BLACKWELL = (
     "sm100backward_kernel Backward",
     "sm100backward_postpass Postpass",
     *BACK,
+    "gemm_norm_backwardsums AddParts",
 )
 """Every kernel of a training step on Blackwell."""
 
