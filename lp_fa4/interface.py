@@ -250,8 +250,8 @@ def flash_attn_varlen_func(
     Args:
         q: ``[N, H, D]``; k, v: ``[T, Hkv, D]``; dtypes, strides and D as in :func:`flash_attn_func`. Rows past the last offset are never
             read, their output is 0 and their gradients are 0.
-        cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[B + 1]`` on the operands' device. max_seqlen_q, max_seqlen_k: ints, accepted and not
-            needed.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[B + 1]`` on the operands' device. max_seqlen_q, max_seqlen_k: ints. The first is a
+            hint, which costs time where it is too small; the second is accepted and not needed.
         block_table: only None is served. Others as in :func:`flash_attn_func`.
         validate: also check the values of the offsets (reads them on the host).
 
@@ -276,7 +276,8 @@ def flash_attn_varlen_func(
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if n < 0:
             raise ValueError(f"{name} is {n}; it must be at least 0")
-    out, lse = _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, deterministic, backend, config, return_attn_probs)
+    choices = (softmax_scale, causal, deterministic, backend, config, return_attn_probs)
+    out, lse = _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, *choices, -1 - max_seqlen_q)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 

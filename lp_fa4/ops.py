@@ -378,8 +378,8 @@ def flash_attention_forward(
     backend: str,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Centre, quantize, attend. ``q [N, H, D]``, ``k, v [T, Hkv, D]``, any float dtypes and strides. ``queries``: of every sequence, -1
-    where they are jagged.
+    """Centre, quantize, attend. ``q [N, H, D]``, ``k, v [T, Hkv, D]``, any float dtypes and strides. ``queries``: of every sequence,
+    or, where they are jagged, -1, less their largest number if that is known.
 
     Returns ``out`` (q's dtype), ``lse``, and what the backward needs: ``centred_out`` (empty unless ``backward``), ``row_max, row_sum``;
     codes and scales of q, k, v; and ``k_mean, v_mean, v_sum`` (empty where nothing was centred).
@@ -405,6 +405,7 @@ def flash_attention_forward(
         v_mean=made.v_mean,
         v_sum=made.v_sum,
         queries_each=None if queries < 0 else queries,
+        queries_most=-1 - queries if queries < -1 else None,
         config=cfg,
     )
     alone = not backward and made.v_mean is not None and _takes(name, "keep_centred", "forward")
@@ -513,6 +514,7 @@ def flash_attention_backward(
         v_mean=v_mean if centred else None,
         v_sum=v_sum if centred else None,
         queries_each=None if queries < 0 else queries,
+        queries_most=-1 - queries if queries < -1 else None,
         config=cfg,
     )
     saved = centred_out if centred_out.dim() == 3 else out

@@ -78,6 +78,7 @@ class AttentionProblem:
         mean_scores: fp32 ``[H, T]``, ``q_mean . k`` of the unrounded keys, before softmax_scale; None takes the reconstructed keys, which
             leaves their rounding in the part of the scores that is common to all queries.
         queries_each: with offsets_q, the queries of every sequence where all have as many (kernels then need no offsets of queries).
+        queries_most: with offsets_q, what no sequence's queries should pass, or None: a hint, on which speed may depend and no result does.
         config: numeric choices.
 
     Raises: ``ValueError`` or ``TypeError`` naming argument, value and rule.
@@ -96,6 +97,7 @@ class AttentionProblem:
     q_mean: Tensor | None = None
     mean_scores: Tensor | None = None
     queries_each: int | None = None
+    queries_most: int | None = None
     config: AttentionConfig = DEFAULT
 
     def __post_init__(self) -> None:

@@ -81,12 +81,11 @@ def dq_warps(spec, w, dq, stats, powers, kv_heads, replicas, tile_rows):
                         limits = powers + ((Int64(dq_row + low) * heads + head) * QUERY_TILE + row) * 4
                     target = dq + (Int64(dq_row + low) * heads + head) * dq_bytes + Int64(w.warp) * (dq_bytes // 8)
                     for _ in cutlass.range(count, unroll=1):
-                        factors = factor, factor
-                        if const_expr(spec.dq_grouped):  # of the two rows that this lane holds
+                        rows = None
+                        if const_expr(spec.dq_grouped):  # of the two rows that this lane holds; wanted when the product is there
                             at = limits + Int64(turn) * (heads * (4 * QUERY_TILE))
-                            factors = global_float(at), global_float(at + 32)
-                            factors = tuple(finite(factor * reciprocal_power(x)) for x in factors)
-                        multiply(spec, w, factors, target + Int64(turn) * (heads * dq_bytes), buffer, ds_phase, silent)
+                            rows = global_float(at), global_float(at + 32)
+                        multiply(spec, w, factor, rows, target + Int64(turn) * (heads * dq_bytes), buffer, ds_phase, silent)
                         buffer, ds_phase = advance(buffer, ds_phase, 2)
                         turn = turn + 1
                         if turn == count:
@@ -124,15 +123,16 @@ def largest_scale(spec, item):
 
 
 @cute.jit
-def multiply(spec, w, factors, target: Int64, buffer, ds_phase, silent):
-    """One query tile: dQ into ``target``, in two halves of D. ``factors``: of a lane's first and second row."""
+def multiply(spec, w, factor, rows, target: Int64, buffer, ds_phase, silent):
+    """One query tile: dQ, times ``factor``, into ``target``, in two halves of D. ``rows``: what the sums of a lane's first and second row
+    must be multiplied by when they are read, or None."""
     cute.arch.mbarrier_wait(w.bars.ds_full + buffer, ds_phase)
     lows = agree(w, buffer)
     # the sum of larger scale first: it is brought down to the other, which cannot overflow
     x = cute.arch.fmin(lows[0], lows[1])
     ratio = x * reciprocal_power(cute.arch.fmax(lows[0], lows[1]))
     first = Int32(2) * Int32(lows[1] > lows[0])
-    factors = [factor * reciprocal_power(x) for factor in factors]
+    factor = factor * reciprocal_power(x)
     dS = w.ds[None, None, None, buffer]
     parts = len(w.kt)
     for part, kt in enumerate(w.kt):
@@ -147,6 +147,7 @@ def multiply(spec, w, factors, target: Int64, buffer, ds_phase, silent):
         if const_expr(part == parts - 1):
             cute.arch.sync_warp()  # all lanes have read the scales
             arrive(w.bars.ds_empty + buffer)
+        factors = (factor, factor) if const_expr(rows is None) else tuple(finite(factor * reciprocal_power(row)) for row in rows)
         for half in cutlass.range_constexpr(2 * part // parts, 2 * (part + 1) // parts):
             columns = [dQ[(half - 2 * part // parts) * (spec.head_dim // 4) + i] for i in range(spec.head_dim // 4)]
             slot = half + 2 * buffer if const_expr(w.buffers == 4) else half

@@ -28,7 +28,6 @@ from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.common.numbers import bits_of, float_of, inline_ptx, pinned
 from lp_fa4.sm90.backward_compute import (
     FIRST,
-    SMALL_SHARE,
     diagonal_mask,
     follow_scales,
     full_codes,
@@ -38,7 +37,7 @@ from lp_fa4.sm90.backward_compute import (
     store_codes,
     warpgroup_maximum,
 )
-from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, REDO, STAT_AC2, STAT_B2, STAT_Q0, STAT_S0, STAT_VT, TROUBLE
+from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, REDO, STAT_AC2, STAT_B2, STAT_S0, STAT_VT, TROUBLE
 from lp_fa4.sm90.backward_ops import effect, larger, power_for, redux_max, release, shared_floats
 from lp_fa4.sm90.wgmma import product
 
@@ -256,29 +255,20 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         release(spec, bars.t_empty + last_out, w.peer)
         if const_expr(spec.follows):
             x = follow_scales(spec, w, stage, phase, x, dK)
-    share = common = Float32(1.0)
-    if const_expr(spec.tiles):  # of this tile's q in dK: in the codes of dS, and taken out again with their scale in dQ
-        share = shared_floats(stat + 4 * STAT_Q0, 1, 4)[0]
-        common = share if share >= SMALL_SHARE else Float32(1.0)
     unit = fv if const_expr(spec.v_static) else shared_floats(stat + 4 * STAT_VT, 1, 4)[0]
     if const_expr(kind == FIRST):
         probe = inverse_unit(unit) * PROBE
-        x = first_exponent(spec, w, score_gradients(w, p, dP, stat, probe * fv * common, probe * unit * common), stat, stage, phase)
-    scale = x * common if const_expr(spec.tiles) else x
-    dS = score_gradients(w, p, dP, stat, scale * fv, scale * unit)
+        x = first_exponent(spec, w, score_gradients(w, p, dP, stat, probe * fv, probe * unit), stat, stage, phase)
+    dS = score_gradients(w, p, dP, stat, x * fv, x * unit)
     to_codes(dS, w.dS)
     clear_rows(w, w.dS)
     full = Int32(0) if const_expr(kind == FIRST) else full_codes(w.dS)
     cute.arch.mbarrier_wait(bars.ds_empty + out, out_phase ^ 1)
-    store_codes(w, w.dS, out, scale)
+    store_codes(w, w.dS, out, x)
     if const_expr(kind != FIRST):  # noqa: SIM102 - known to the compiler, the other is not
         if cute.arch.vote_any_sync(full != 0):
-            x = lower(w, p, dP, dK, w.dS, stat, x, fv * common, unit * common)
-            store_codes(w, w.dS, out, x * common)
-    if const_expr(spec.tiles):  # noqa: SIM102 - known to the compiler, the other is not
-        if share < SMALL_SHARE:
-            to_codes([mul2(word, pair(share)) for word in score_gradients(w, p, dP, stat, x * fv, x * unit)], w.dS)
-            clear_rows(w, w.dS)
+            x = lower(w, p, dP, dK, w.dS, stat, x, fv, unit)
+            store_codes(w, w.dS, out, x)
     if const_expr(spec.follows):
         note_scale(w, stage, phase, x)
     warpgroup.wait_group(0)

@@ -111,6 +111,7 @@ class _Sizes:
     chunk_rows: int
     dq_rows: int
     replicas: int
+    single: bool  # no sequence should have more than a chunk of queries, though offsets could say so
 
 
 def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Sizes:
@@ -151,7 +152,8 @@ def _sizes(p: AttentionProblem, deterministic: bool, whole: bool = False) -> _Si
     if p.shared_q:
         shares = dq_buffers(p) if grouped else batch
         replicas = shares if half else multiprocessors(device) if deterministic else SHARED_REPLICAS
-    return _Sizes(spec, offsets_k, offsets_q, tile_rows, rows_of(queries, p.rows, batch, CHUNK), dq_rows, replicas)
+    single = spec.halves and p.group == 1 and queries is None and p.queries_most is not None and p.queries_most <= CHUNK
+    return _Sizes(spec, offsets_k, offsets_q, tile_rows, rows_of(queries, p.rows, batch, CHUNK), dq_rows, replicas, single)
 
 
 def workspaces(problem: AttentionProblem, *, deterministic: bool = False) -> list[Tensor]:
@@ -223,6 +225,8 @@ def prepare_backward(
         align=config.align_do,
         rows=chunk_rows(p.queries),
         halves=z.spec.halves,
+        recode=z.spec.halves and z.spec.tiles,
+        single=z.single,
     )
     launch(
         compile_prepass(arch_of(p.device), prepass, dtype_name(z.offsets_k), dlse is not None),
@@ -333,7 +337,8 @@ def _finish(problem: AttentionProblem, prepared: list[Tensor], deterministic: bo
         z.dq_rows,
         ctas,
     )
-    launch(compile_main(arch, spec), device, *arguments)
+    first = replace(spec, tiles=False, recoded=spec.tiles, long=spec.long and not z.single) if spec.halves else spec
+    launch(compile_main(arch, first), device, *arguments)
     if spec.halves:
         launch(compile_main(arch, replace(spec, halves=False, instead=True)), device, *arguments)
     del do_tiles, q_tiles, stats, suffix, scratch, arguments

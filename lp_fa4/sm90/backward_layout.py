@@ -29,6 +29,9 @@ COUNTER, TROUBLE, COUNTER_INSTEAD, CLEAR, REDO = range(1, 6)
 """Words of the item list's state, behind the number of items: the counter that CTAs draw from; whether anything is left to the form with
 FP32 sums, and the counter that it draws from; sequences that are not left to it whole (of those that are the items say so); from ``REDO``
 on, an item and head each, whether all but its dQ is, because a sum of dV or dK overflowed."""
+RECODED = 4
+"""Powers of two by which exponents of q may differ in a chunk whose turned codes come under the largest. Codes of about 1 then have E4M3's
+last three bits, on what counts 2^-4 of the others; what differs by more is left to the second launch, and its codes as they are."""
 NEED_ROWS, NEED_QUERIES = 1, 2
 """What of a chunk and head leaves FP16, as the pre-pass says: rows as they meet this sequence's keys, or codes of q. Where sequences share
 their queries only the first one's chunks tell of these."""
@@ -62,6 +65,7 @@ class BackwardSpec:
         long: some key tile may meet more than one chunk (more than 2,048 queries, or grouped heads): partial sums leave the tensor core.
         fold: exponents of q or of k differ inside a tile, so dS is coded twice.
         tiles: exponents of q differ from query tile to query tile, not inside one; those of k not inside a key tile.
+        recoded: they did, and the pre-pass has brought the turned codes of q to the chunk's largest (``halves``).
         mxfp8: dK and dV leave as MXFP8 in 32 x 32 blocks instead of BF16.
         k_static, v_static: one exponent a head instead of one per 32 keys.
         dq_half: dQ is added up in FP16, scaled so that no sum can overflow (one buffer a sequence).
@@ -81,6 +85,7 @@ class BackwardSpec:
     long: bool = False
     fold: bool = False
     tiles: bool = False
+    recoded: bool = False
     mxfp8: bool = False
     k_static: bool = True
     v_static: bool = True
@@ -93,6 +98,11 @@ class BackwardSpec:
     jagged: bool = False
     halves: bool = False
     instead: bool = False
+
+    @property
+    def mean_row(self) -> bool:
+        """Whether an item's column sums of dO are one row, which comes with its keys."""
+        return self.whole and not self.long
 
     @property
     def stat_span(self) -> tuple[int, int]:
@@ -122,7 +132,7 @@ class BackwardSpec:
     @property
     def follows(self) -> bool:
         """Warps take over the smallest scale of dS in their warpgroup: a gain in long loops only, and not where it would spill."""
-        return self.long and not self.cluster and (self.group == 1 or self.tiles or self.causal)
+        return self.long and not self.cluster and (self.group == 1 or self.tiles or self.recoded or self.causal)
 
     def packed_store(self, which: int) -> bool:
         """Whether dV (``which`` 0) or dK (1) leaves as MXFP8 right from its FP16 sums: nothing is added to them in FP32."""
@@ -147,7 +157,8 @@ class BackwardSpec:
 @dataclass(frozen=True)
 class PrepassSpec:
     """Compile-time choices of the pre-pass: see ``backward_prepass``. ``rows``: no chunk has more queries (:func:`chunk_rows`).
-    ``dq_grouped``: the power of two on FP16 sums of dQ is not this sequence's alone, so no statistic has it."""
+    ``dq_grouped``: the power of two on FP16 sums of dQ is not this sequence's alone, so no statistic has it. ``recode``: turned codes of q
+    come under one exponent a chunk where they hold it. ``single``: sequences of more than one chunk are left to the second launch."""
 
     head_dim: int
     shared: bool
@@ -168,6 +179,8 @@ class PrepassSpec:
     align: bool = False
     rows: int = CHUNK
     halves: bool = False
+    recode: bool = False
+    single: bool = False
 
 
 def chunk_rows(queries: int | None) -> int:

@@ -20,10 +20,12 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.sm90.backward_layout import CHUNK_TILES, COUNTER, COUNTER_INSTEAD, KEY_TILE, QUERY_TILE, REDO, STAT_FLOATS
-from lp_fa4.sm90.backward_ops import advance, effect, mask_of, pick_pairs, pinned
+from lp_fa4.sm90.backward_ops import advance, effect, mask_of, pick_pairs, pinned, rescale_codes
 
 ACCUMULATOR_ORDER = ("6420", "7531")
 PAIRS_ORDER = ("6240", "7351")
+ONE_HALF2 = 0x3C003C00
+"""1 as packed FP16."""
 IN_FLIGHT = 3
 RECORD_BYTES = 64
 """An item's record: eight fields (:class:`Item`), then the scale bytes of K and of V for four groups of 32 keys, all int32."""
@@ -122,12 +124,20 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
             scale_row = Int32(items[pinned(entry), 7])
             store_words(record + 32, scale_bytes(spec.k_static, k_scale, item, scale_row))
             store_words(record + 48, scale_bytes(spec.v_static, v_scale, item, scale_row))
-            bytes_ = 2 * KEY_TILE * spec.head_dim if chunks > 0 else 0
+            bytes_ = (2 * KEY_TILE + 4 * spec.mean_row) * spec.head_dim if chunks > 0 else 0
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + kv, bytes_)
             if chunks > 0:
                 cute.copy(tma.k, k_gmem[None, n], k_smem[None, kv if const_expr(spec.key_stages == 2) else 0], tma_bar_ptr=bars.k_full + kv)
                 cute.copy(tma.v, v_gmem[None, n], v_smem[None, kv if const_expr(spec.key_stages == 2) else 0], tma_bar_ptr=bars.k_full + kv)
+                if const_expr(spec.mean_row):
+                    unit = Int32(items[pinned(entry), 0])
+                    if const_expr(spec.jagged):
+                        unit = (item.qrow - unit) // CHUNK_TILES + unit
+                    source = glob.sums + (Int64(unit) * heads + item.hk) * (4 * spec.head_dim)
+                    cute.arch.fence_view_async_shared()  # the row before was read by loads
+                    with cute.arch.elect_one():
+                        bulk(smem.mean + kv * (4 * spec.head_dim), source, 4 * spec.head_dim, Int32((bars.k_full + kv).toint()))
             kv, kv_phase = advance(kv, kv_phase, 2)
             for s in cutlass.range(chunks * spec.group, unroll=1):
                 head, low, count, turn = segment(spec, item, first, chunk, chunks, s)
@@ -224,9 +234,11 @@ def turn_tiles(
     warp: Int32,
     warps: cutlass.Constexpr,
     limit,
+    factor=None,
 ):
     """``[tokens, D]`` codes to ``[D, tokens]`` for each (source, target) address, both in the swizzle of their row length (64 or 128
-    bytes). ``warp`` of ``warps`` does its share; ``limit``: tokens at or past it become 0 (None: all are kept).
+    bytes). ``warp`` of ``warps`` does its share; ``limit``: tokens at or past it become 0 (None: all are kept); ``factor``: a power of two
+    on the turned codes, as packed FP16, or None.
 
     A block is 16 tokens x 32 columns. Three blocks are in flight at a time: one by one, the latencies of ``ldmatrix`` and ``stmatrix``
     add up.
@@ -263,5 +275,12 @@ def turn_tiles(
             for j in cutlass.range_constexpr(len(words)):
                 w = words[j]
                 turned = [pick_pairs(w[i], w[i + 1], which) for i in (0, 2) for which in order]
+                if cutlass.const_expr(factor is not None):
+                    for i in cutlass.range_constexpr(4):
+                        w[i] = turned[i]
+                    if factor != ONE_HALF2:
+                        for i in cutlass.range_constexpr(4):
+                            w[i] = rescale_codes(w[i], factor)
+                    turned = [w[i] for i in range(4)]
                 if present[j]:
                     effect([targets[j], *turned], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")

@@ -188,6 +188,7 @@ class BackwardMain:
             ds: codes(layouts.ds)
             dq: cute.struct.Align[cute.struct.MemRange[Float32, buffers * spec.dq_tile_bytes // 8], 1024]
             staging: cute.struct.Align[cute.struct.MemRange[Float32, 2 * staging_bytes(spec)], 1024]
+            mean: cute.struct.Align[cute.struct.MemRange[Float32, 2 * spec.head_dim if spec.mean_row else 4], 128]
 
         return Storage
 
@@ -256,6 +257,7 @@ class BackwardMain:
             dot_address=address(store.dot),
             stat_address=address(store.stat),
             record=address(store.records),
+            mean=address(store.mean),
         )
         if const_expr(spec.cluster):  # no arrival before the other CTA's barriers exist
             cute.arch.cluster_arrive()
@@ -272,7 +274,7 @@ class BackwardMain:
             cute.arch.setmaxregister_decrease(registers[0])
             if warp == 0:
                 tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
-                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats, state=state)
+                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats, state=state, sums=suffix)
                 copy_warp(spec, a_stages, b_stages, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
         elif warp >= 12:
             cute.arch.setmaxregister_decrease(registers[2])
@@ -346,6 +348,7 @@ class BackwardMain:
                 block_peaks=address(store.block_peaks),
                 staging=address(store.staging) + own * staging_bytes(spec),
                 record=smem.record,
+                mean=smem.mean,
                 factors=address(store.factors) + 32 * own,
                 peer=cute.arch.block_idx()[0] % 2 ^ 1,
                 ds_address=address(store.ds),
@@ -422,9 +425,11 @@ class BackwardMain:
                             x = step(spec, STEADY, w, dV, dK, x, keys, diagonal - QUERY_TILE * turn, now, last)
                         again = Item(pinned(w.record + RECORD_BYTES * kv))  # not held through the loop: registers are short
                         left = again.klen - (again.n * KEY_TILE + 16 * w.warp)
-                        if s == segments - 1:
-                            cute.arch.sync_warp()  # all lanes have read the record
-                            arrive(bars.k_empty + kv)
+                        again.mean = w.mean + kv * (4 * spec.head_dim)
+                        if const_expr(not spec.mean_row):  # noqa: SIM102 - known to the compiler, the other is not
+                            if s == segments - 1:
+                                cute.arch.sync_warp()  # all lanes have read the record
+                                arrive(bars.k_empty + kv)
                         start_last(spec, w, dK, (stage, phase, out, out_phase))
                         if const_expr(spec.group > 1):  # registers are short
                             end_last(spec, w, out)
@@ -442,6 +447,9 @@ class BackwardMain:
                             kv_heads,
                             scratch,
                         )
+                        if const_expr(spec.mean_row):  # one segment
+                            cute.arch.sync_warp()  # all lanes have read the record and the sums
+                            arrive(bars.k_empty + kv)
                         if const_expr(spec.group == 1):
                             end_last(spec, w, out)
                         factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)

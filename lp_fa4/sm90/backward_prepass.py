@@ -50,6 +50,7 @@ from lp_fa4.sm90.backward_layout import (
     NEED_QUERIES,
     NEED_ROWS,
     QUERY_TILE,
+    RECODED,
     STAT_A,
     STAT_AC2,
     STAT_B,
@@ -64,7 +65,7 @@ from lp_fa4.sm90.backward_layout import (
     STAT_VT,
     PrepassSpec,
 )
-from lp_fa4.sm90.backward_load import ACCUMULATOR_ORDER, turn_tiles
+from lp_fa4.sm90.backward_load import ACCUMULATOR_ORDER, ONE_HALF2, turn_tiles
 from lp_fa4.sm90.backward_ops import effect
 from lp_fa4.sm90.backward_prepass_halves import (
     KEPT,
@@ -202,6 +203,9 @@ class Prepass(SharedRows):
             if tid == 0:
                 trouble[0] = Int32(0)
         if left > 0:
+            if const_expr(spec.single):  # noqa: SIM102 - known to the compiler, the other is not
+                if tid == 0 and unit.queries > CHUNK:
+                    flag(trouble, NEED_ROWS)
             first = start + CHUNK * chunk
             dq_power = Float32(1.0)
             keys = Int32(offsets_k[b + 1]) - Int32(offsets_k[b])
@@ -236,13 +240,15 @@ class Prepass(SharedRows):
             scale_row = start // 32 + b
             if const_expr(spec.shared):
                 scale_row = Int32(0)
-            tops = (top_k, top_v)
-            self.headers(q_scale, stats, place, scale_row, chunk, reference, (softmax_scale, scale), dq_power, tops, trouble)
+            tops, group_row = (top_k, top_v), scale_row + CHUNK // 32 * chunk
+            top_q, recoded = self.query_exponents(q_scale, group_row, (left + 31) // 32, head)
+            self.headers(q_scale, stats, place, group_row, reference, (softmax_scale, scale), dq_power, tops, top_q, recoded, trouble)
+            exponents_q = SimpleNamespace(of=q_scale, row=group_row, top=top_q, recoded=recoded)
             if const_expr(spec.shared):
                 if b == 0:
-                    self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk, buffers, trouble)
+                    self.copy_queries(q, q_tiles, head, CHUNK * chunk, left, tiles, CHUNK_TILES * chunk, buffers, trouble, exponents_q)
             else:
-                self.copy_queries(q, q_tiles, head, first, left, tiles, tile_row, buffers, trouble)
+                self.copy_queries(q, q_tiles, head, first, left, tiles, tile_row, buffers, trouble, exponents_q)
         if const_expr(spec.halves):
             cute.arch.sync_threads()
             if tid == 0:
@@ -282,12 +288,12 @@ class Prepass(SharedRows):
         return buffers + tile % IMAGES * (2 * QUERY_TILE * self.spec.head_dim)
 
     @cute.jit
-    def send_image(self, image, target: Int64):
-        """Turn a tile's codes and copy both forms to ``target``."""
+    def send_image(self, image, target: Int64, factor=None):
+        """Turn a tile's codes, times ``factor`` (packed FP16), and copy both forms to ``target``."""
         tid, _, _ = cute.arch.thread_idx()
         size = QUERY_TILE * self.spec.head_dim
         cute.arch.sync_threads()
-        turn_tiles(((image, image + size),), self.spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, tid // 32, THREADS // 32, None)
+        turn_tiles(((image, image + size),), self.spec.head_dim, QUERY_TILE, ACCUMULATOR_ORDER, tid // 32, THREADS // 32, None, factor)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         if tid == 0:
@@ -506,20 +512,32 @@ class Prepass(SharedRows):
             target[row, head, tid] = whole
 
     @cute.jit
-    def headers(self, q_scale, stats, place, scale_row, chunk, reference, scales, dq_power, tops, trouble):
-        """Factors of each tile: one thread a tile. ``scales``: the softmax scale, and the same in log2 units as scores take it."""
+    def query_exponents(self, q_scale, row, groups, head):
+        """Largest E8M0 byte of q's groups in the chunk (from ``row`` on), NaN apart, and whether the turned codes come under it: groups
+        that are neither zeros nor NaN differ little from it."""
+        top, low = Int32(0), Int32(254)
+        if const_expr(self.spec.q_static):
+            top = Int32(q_scale[0, head])
+        else:
+            for g in cutlass.range(cute.arch.lane_idx(), groups, 32, unroll=2):
+                byte = Int32(q_scale[row + g, head])
+                if byte < 255:
+                    top = cutlass.max(top, byte)
+                    low = cutlass.min(low, byte if byte > 0 else Int32(254))
+            for i in cutlass.range_constexpr(5):
+                top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+                low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, offset=1 << i))
+        return top, Int32(top - low <= RECODED)
+
+    @cute.jit
+    def headers(self, q_scale, stats, place, group_row, reference, scales, dq_power, tops, top, recoded, trouble):
+        """Factors of each tile: one thread a tile. ``scales``: the softmax scale, and the same in log2 units as scores take it. ``top``,
+        ``recoded``: of ``query_exponents``."""
         spec, head, left, tiles, tile_row = self.spec, place.head, place.left, place.tiles, place.tile_row
         softmax_scale, scale = scales
         tid, _, _ = cute.arch.thread_idx()
         stat, step = self.images(stats, tile_row, head, 4 * STAT_FLOATS)
         if tid < tiles:
-            top = Int32(q_scale[0, head])
-            if const_expr(not spec.q_static):
-                top = Int32(0)
-                for g in cutlass.range((left + 31) // 32, unroll=1):
-                    byte = Int32(q_scale[scale_row + CHUNK // 32 * chunk + g, head])
-                    if byte < 255:
-                        top = cutlass.max(top, byte)
             at = stat + Int64(tid) * step
             unit = scale_of_byte(reference) * 2.0**-spec.p_scale_log2
             for half in cutlass.range_constexpr(2):
@@ -527,13 +545,15 @@ class Prepass(SharedRows):
                 if const_expr(not spec.q_static):
                     inside = QUERY_TILE * tid + 32 * half < left
                     if inside:
-                        byte = Int32(q_scale[scale_row + CHUNK // 32 * chunk + 2 * tid + half, head])
+                        byte = Int32(q_scale[group_row + 2 * tid + half, head])
                 factor = scale_of_byte(byte) * scale
                 effect([at + 4 * (STAT_S0 + half), factor], "st.global.f32 [$0], $1;", "l,f")
                 if const_expr(spec.halves):  # noqa: SIM102
                     if factor * scale_of_byte(tops[0]) > LARGEST_SCALE:
                         flag(trouble, NEED_ROWS)
                 share = exp2(Float32(byte - top))
+                if const_expr(spec.recode):
+                    share = Float32(1.0) if recoded == 1 else share
                 effect([at + 4 * (STAT_Q0 + half), share], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_DQ, unit * softmax_scale * dq_power], "st.global.f32 [$0], $1;", "l,f")
             effect([at + 4 * STAT_DV, unit], "st.global.f32 [$0], $1;", "l,f")
@@ -588,9 +608,14 @@ class Prepass(SharedRows):
         return top
 
     @cute.jit
-    def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row, buffers, trouble):
-        """Q codes as tile images."""
+    def copy_queries(self, q, q_tiles, head, first, left, tiles, tile_row, buffers, trouble, exponents):
+        """Q codes as tile images; the turned ones under the chunk's exponent (``recode``)."""
         tid, _, _ = cute.arch.thread_idx()
+        factor = None
+        if const_expr(self.spec.recode):
+            factor = Int32(ONE_HALF2)
+            if exponents.recoded == 0 and tid == 0:
+                flag(trouble, NEED_QUERIES)
         target, step = self.images(q_tiles, tile_row, head, 2 * QUERY_TILE * self.spec.head_dim)
         for tile in cutlass.range(tiles, unroll=1):
             words = []
@@ -615,7 +640,11 @@ class Prepass(SharedRows):
                 norm = self.of_rows([norm_of_codes(two[0], two[1]) for _, two in words], lambda a, b: a + b)
                 if norm > float(ROW_SUM):
                     flag(trouble, NEED_QUERIES)
-            self.send_image(image, target + Int64(tile) * step)
+            if const_expr(self.spec.recode):
+                byte = Int32(exponents.of[exponents.row + 2 * tile, head])
+                down = exponents.top - byte if byte > 0 and byte < 255 and exponents.recoded == 1 else Int32(0)
+                factor = ONE_HALF2 - down * 0x04000400
+            self.send_image(image, target + Int64(tile) * step, factor)
 
 
 def ask_ahead(address):

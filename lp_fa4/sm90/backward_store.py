@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from lp_fa4.common.matrices import shared_words
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte
 from lp_fa4.sm90.backward_layout import CHUNK, CHUNK_TILES, KEY_TILE, QUERY_TILE
-from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pick_pairs, pinned, redux_max, strong_floats
+from lp_fa4.sm90.backward_ops import absolute, bf16x2, effect, larger, pick_pairs, pinned, redux_max, shared_floats, strong_floats
 
 BARRIER_PAIR = 4
 """First of four named barriers, one for two warps (32 keys)."""
@@ -79,15 +79,21 @@ def add_suffix(spec, w, dV, item, kv_heads, suffix: Int64):
 @cute.jit
 def add_mean(spec, w, dV, item, kv_heads, sums: Int64):
     """Add the coherent part of dV where P is centred by the caller: column sums of dO over the sequence's chunks, divided by its keys."""
-    lane, chunks = pinned(w.lane), (item.qlen + (CHUNK - 1)) // CHUNK
-    first = item.b * chunks
-    if const_expr(spec.jagged):
-        first = (item.qrow - item.b) // CHUNK_TILES + item.b
-    share = Float32(1.0) / Float32(item.klen)
-    for c in cutlass.range(chunks, unroll=1):
-        for g in cutlass.range_constexpr(spec.group):
-            row = Int64(first + c) * (kv_heads * spec.group) + item.hk * spec.group + g
-            add_row(spec, lane, dV, sums + row * (4 * spec.head_dim), share)
+    lane, share = pinned(w.lane), Float32(1.0) / Float32(item.klen)
+    if const_expr(spec.mean_row):
+        for j in cutlass.range_constexpr(spec.head_dim // 8):
+            two = shared_floats(item.mean + 8 * (lane % 4) + 32 * j, 2, 8)
+            for i in cutlass.range_constexpr(4):
+                dV[4 * j + i] = dV[4 * j + i] + two[i % 2] * share
+    else:
+        chunks = (item.qlen + (CHUNK - 1)) // CHUNK
+        first = item.b * chunks
+        if const_expr(spec.jagged):
+            first = (item.qrow - item.b) // CHUNK_TILES + item.b
+        for c in cutlass.range(chunks, unroll=1):
+            for g in cutlass.range_constexpr(spec.group):
+                row = Int64(first + c) * (kv_heads * spec.group) + item.hk * spec.group + g
+                add_row(spec, lane, dV, sums + row * (4 * spec.head_dim), share)
 
 
 @cute.jit

@@ -186,6 +186,39 @@ def test_groups_of_fp16_dq(last, monkeypatch):
     assert relative(ours.dq[1:], truth[1:]) <= 2.0 * relative(theirs.dq[1:], truth[1:])
 
 
+@pytest.mark.parametrize("falls", [(0, -1, 0), (-3, 0, -4), (0, -5, -1), (-9, 0, 0), (0, 0, -40), None])
+@pytest.mark.parametrize(
+    "queries, dtype, heads, shared", [(330, torch.float16, 4, False), (2150, torch.float32, 2, False), (330, torch.float16, 2, True)]
+)
+def test_tiles_of_q_of_different_size(falls, queries, dtype, heads, shared):
+    """Where exponents of q differ in a chunk, by little (its turned codes come under one) and by much (another launch); rows of dO that
+    make up for it, so that gradients of k count all tiles alike. None: one tile of zeros, one of NaN in another sequence."""
+    lengths = (700, 90, 0, 257)
+    sizes = torch.ones(queries, device=DEVICE)
+    for i, fall in enumerate(falls or ()):
+        sizes[128 * i : 128 * i + 128] = 2.0**fall
+
+    def edit(q, k, v, offsets):
+        q *= sizes.repeat(1 if shared else len(lengths))[:, None, None]
+        if falls is None:
+            q[128:256] = 0.0
+
+    def spoil(q, k, v, offsets):
+        edit(q, k, v, offsets)
+        q[:128] = torch.nan
+
+    case = Case(lengths, queries=queries, heads=heads, kv_heads=2, shared=shared, block=(128, 128))
+    p = configured(case.make(7, edit=edit), dq_dtype=dtype, grad_format="bf16")
+    dout = gradient(p).float()
+    print(check(p, (dout / sizes.repeat(len(lengths))[:, None, None].clamp(min=2.0**-9)).bfloat16()))
+    if falls is None and not shared:
+        bad = configured(case.make(7, edit=spoil), dq_dtype=dtype, grad_format="bf16")
+        good, broken = (run(x, reference.forward(x), dout.bfloat16()) for x in (p, bad))
+        assert bool(broken.dk[:700].isnan().any())
+        for name in ("dk", "dv"):
+            assert torch.equal(getattr(good, name)[700:], getattr(broken, name)[700:]), name
+
+
 def test_after_our_forward():
     """The whole path: the kernels' own forward feeds the backward."""
     from lp_fa4.sm90.forward_host import forward

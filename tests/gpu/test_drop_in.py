@@ -92,6 +92,24 @@ def test_gradients(causal, dim):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("said", [0, 300, 2100, 5000])
+def test_gradients_whatever_the_queries_are_said_to_be(causal, said):
+    """``max_seqlen_q`` is a hint: gradients are right where it is too small, too large, or right."""
+    lengths_q, lengths_k = (300, 0, 2100, 70), (700, 40, 2200, 129)
+    leaves = [x.requires_grad_() for x in inputs(sum(lengths_q), sum(lengths_k), 2, 2, 128)]
+    offsets = offsets_of(lengths_q), offsets_of(lengths_k)
+    poison()
+    out = flash_attn_varlen_func(*leaves, *offsets, said, 2200, causal=causal, backend="sm90")
+    dout = torch.randn_like(out) + 0.3
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    truth, _ = exact_attention(*exact, offsets_q=offsets[0], offsets_k=offsets[1], causal=causal)
+    wanted = torch.autograd.grad(truth, exact, dout.double())
+    poison()
+    for name, got, want in zip("qkv", torch.autograd.grad(out, leaves, dout), wanted, strict=True):
+        assert relative(got, want) < 2 * FP8_ERROR, name
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_copy_of_v_changes_no_bit(causal, monkeypatch):
     """Few queries read V as it is, many a transposed copy: outputs and gradients are the same bits."""
     from lp_fa4.sm90 import preparation

@@ -8,8 +8,8 @@ One problem, or a list of them that share compiled kernels. Keys are those of ``
 ``whole`` (true: dV with its mean part, BF16 dQ), ``align`` (of dO's rows), ``fall`` (q times two to this from row 128 on), ``chunk`` (query
 tiles that are summed inside the tensor core, instead of 32: long loops on few queries), ``sink`` (true: all queries are one and dO is one
 column of ones, nearly, so that FP16 sums of dV overflow), ``sizes`` (of each sequence's dO), ``dq_group`` (sequences that share a buffer of
-FP16 dQ), ``extreme`` (true: dQ as large as its bound allows, to a factor of 2), ``probe`` (true: dK and dV keep their
-bits with a buffer of dQ a sequence, and with NaN and 10^4 in the last sequence's dO).
+FP16 dQ), ``most`` (queries that a sequence is said to have at most), ``extreme`` (true: dQ as large as its bound allows, to a factor of 2),
+``probe`` (true: dK and dV keep their bits with a buffer of dQ a sequence, and with NaN and 10^4 in the last sequence's dO).
 Prints one JSON line a schedule: relative differences to the reference, and ``excess_*``, the error against exact gradients over that of the
 reference. Lanes that did not meet (``tests.sanitizer.lanes``) end it with an error. A process of its own: the emulated architecture is
 fixed at import.
@@ -59,7 +59,7 @@ def execute(fields: dict, schedules: list[str]) -> None:
     whole, fall, align = fields.pop("whole", False), fields.pop("fall", 0), fields.pop("align", False)
     sink = fields.pop("sink", False)
     sizes, dq_group, probe = fields.pop("sizes", None), fields.pop("dq_group", None), fields.pop("probe", False)
-    extreme = fields.pop("extreme", False)
+    extreme, most = fields.pop("extreme", False), fields.pop("most", None)
 
     def edit(q, k, v, offsets):
         q[128:].mul_(2.0**fall)
@@ -75,7 +75,7 @@ def execute(fields: dict, schedules: list[str]) -> None:
 
     case = problems.Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
     p = case.make(edit=edit)
-    p = dataclasses.replace(p, config=p.config.with_(grad_format=grads, dq_dtype=dq_dtype, align_do=align))
+    p = dataclasses.replace(p, queries_most=most, config=p.config.with_(grad_format=grads, dq_dtype=dq_dtype, align_do=align))
     result = reference.forward(p)
     size = of_all * growth ** (torch.arange(p.rows) // 40).float()
     dout = (torch.randn(p.rows, p.heads, p.head_dim, generator=torch.Generator().manual_seed(5)) * size[:, None, None]).bfloat16()

@@ -35,7 +35,15 @@ VARIANTS = [
     {"halves": True, "shared": False, "long": True, "causal": True, "centred": False, "suffix": True, "mxfp8": True, "dq_half": True},
     {
         **{"halves": True, "shared": False, "long": True, "causal": True, "centred": False, "suffix": True},
-        **{"group": 4, "tiles": True, "k_static": False, "v_static": False},
+        **{"group": 4, "recoded": True, "k_static": False, "v_static": False},
+    },
+    {
+        **{"halves": True, "shared": False, "long": True, "group": 4, "recoded": True, "whole": True},
+        **{"k_static": False, "v_static": False},
+    },
+    {
+        **{"halves": True, "shared": False, "recoded": True, "whole": True, "jagged": True, "dq_half": True},
+        **{"k_static": False, "v_static": False},
     },
     {"halves": True, "head_dim": 64, "shared": False, "deterministic": True},
 ]

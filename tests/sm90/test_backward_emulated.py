@@ -14,30 +14,36 @@ from tests.sm90.agreement import assert_agrees
 pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
 pytestmark = pytest.mark.emulator
 
+SHORT_CHUNKS = dict(heads=1, kv_heads=1, shared=False, grads="mxfp8", chunk=2)
+
 CASES = {
     "module, two heads, aligned dO": dict(bounded=True, lengths=[100, 0, 140], queries=70, align=True),
     "module, MXFP8, FP16 dQ, rows of q past what FP16 sums hold": dict(
         lengths=[150], queries=260, heads=1, kv_heads=1, grads="mxfp8", dq_dtype="float16", growth=4.0
     ),
-    "jagged, MXFP8, slack, zero blocks beside a huge dO": dict(
-        bounded=True, lengths=[130, 1], queries=[3, 200], heads=1, kv_heads=1, shared=False, grads="mxfp8", slack=17, size=1e9
-    ),
+    "jagged, MXFP8, slack, zero blocks beside a huge dO; a sequence of more queries than said": [
+        dict(bounded=True, lengths=[130, 1], queries=[3, 200], slack=17, size=1e9, **SHORT_CHUNKS),
+        dict(bounded=True, lengths=[130, 40], queries=[100, 200], most=128, **SHORT_CHUNKS),
+    ],
     "causal, square blocks": dict(lengths=[150, 40], queries=[150, 70], heads=1, kv_heads=1, shared=False, causal=True, block=[32, 32]),
     "causal, grouped heads, aligned dO": dict(
         bounded=True, lengths=[150, 40], queries=[150, 70], heads=2, kv_heads=1, shared=False, causal=True, align=True
     ),
-    "FP16 dQ, partial sums, dV whole, BF16 results, q small from its second tile on": dict(
-        bounded=True,
-        lengths=[100],
-        queries=200,
-        heads=2,
-        kv_heads=1,
-        shared=False,
-        block=[128, 128],
-        dq_dtype="float16",
-        whole=True,
-        fall=-9,
-    ),
+    "FP16 dQ, partial sums, dV whole, BF16 results, a tile of q a little, and much, smaller": [
+        dict(
+            bounded=True,
+            lengths=[100],
+            queries=200,
+            heads=2,
+            kv_heads=1,
+            shared=False,
+            block=[128, 128],
+            dq_dtype="float16",
+            whole=True,
+            fall=fall,
+        )
+        for fall in (-3, -9)
+    ],
     "two CTAs, empty tiles, scale moves at the end": dict(
         bounded=True, lengths=[300, 5], queries=140, heads=1, kv_heads=1, block=[32, 128], grads="mxfp8", dq_dtype="float16", cluster=True
     ),
