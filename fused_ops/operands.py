@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lp_fa4.mx import MXTensor, cast_e4m3, expand_scale, inverse_scale, quantize_mx
+from lp_fa4.mx.quantize import ROW_UNITS, row_units
 
 Matrix = Tensor | MXTensor
 Weight = Tensor | MXTensor | tuple[MXTensor, MXTensor]
@@ -54,15 +55,50 @@ def to_float(matrix: Weight) -> Tensor:
     return matrix[0].dequantize() + matrix[1].dequantize()
 
 
-def split_e4m3(weight: Tensor, block: tuple[int, int] = (32, 32)) -> tuple[MXTensor, MXTensor]:
+PAIR_LIMIT = 125
+"""Bounded rows of two parts (:func:`split_e4m3`): an element's two codes have magnitudes of at most ``1 + 1/17 + 18/289`` times its own, or
+2^-9 more, so that of up to 1,024 columns they add up to 142.1; products may be summed in FP16 up to 143, counted to half a percent."""
+MAX_BOUNDED_COLUMNS = 1024
+PAIR_SHIFTS = 12
+"""Most that it raises an exponent: ``448 * 1024 <= PAIR_LIMIT * 2**PAIR_SHIFTS``."""
+
+
+def split_e4m3(weight: Tensor, block: tuple[int, int] = (32, 32), *, bounded: bool = False) -> tuple[MXTensor, MXTensor]:
     """``weight`` as E4M3 hi + lo under one scale: ``hi = MX(w)``, ``lo = E4M3((w - hi) / scale)``; 7 to 8 significant bits, like BF16.
 
     Two accumulating FP8 products with it replace one BF16 product (numerics: "exact Wk"). Both parts hold the same scale tensor. What is
     left of an element is at most half its last place, 16 units of the scale, and is kept to 2^-10 of a unit.
+
+    ``bounded``: exponents are raised, as ``quantize_mx`` does for bounded rows, until a row's codes, both parts, have magnitudes that sum
+    to less than 143, so that Hopper's ``gemm_quantize`` may take the product from FP16 sums, whatever it meets. For blocks of whole rows.
+    The pair is 50 to 60 dB from the weight then (64 otherwise; BF16 55), one part alone as before.
+
+    Raises: ``ValueError`` for ``bounded`` blocks that are not whole rows of at most 1,024 columns.
     """
+    if bounded:
+        check_bounded(block, weight.shape[-1])
     hi = quantize_mx(weight, block)
+    if bounded:
+        scaled = weight.to(torch.float32) * expand_scale(inverse_scale(hi.scale_bytes), hi.shape, block, None, 0)
+        units = torch.nn.functional.pad(row_units(scaled).sum(dim=1, dtype=torch.int32), (0, -hi.shape[0] % 32)).unflatten(0, (-1, 32))
+        most, shift = units.amax(dim=1), torch.zeros_like(units[:, 0])
+        for i in range(PAIR_SHIFTS):
+            shift += (most > PAIR_LIMIT * ROW_UNITS << i).to(torch.int32)
+        scale = hi.scale_bytes.to(torch.int32) + shift[:, None]
+        raised = torch.where(hi.scale_bytes == 255, 255, scale.clamp(max=254)).to(torch.uint8)
+        factor = expand_scale(inverse_scale(raised), hi.shape, block, None, 0)
+        payload = cast_e4m3(torch.where(factor == 0, 0.0, weight.detach().to(torch.float32) * factor))
+        hi = MXTensor(payload, raised.view(torch.float8_e8m0fnu), block)
     left = (weight.to(torch.float32) - hi.dequantize()) * expand_scale(inverse_scale(hi.scale_bytes), hi.shape, block, None, 0)
     return hi, MXTensor(cast_e4m3(torch.where(torch.isfinite(left), left, 0.0)), hi.scale, block)
+
+
+def check_bounded(block: tuple[int, int], columns: int) -> None:
+    """``ValueError`` unless ``block`` holds whole rows of ``columns``, few enough for bounded ones."""
+    if block[1] != columns or columns > MAX_BOUNDED_COLUMNS:
+        raise ValueError(
+            f"block is {block} with bounded and {columns} columns; allowed are whole rows, up to {MAX_BOUNDED_COLUMNS} columns"
+        )
 
 
 def check_matrix(name: str, matrix: object, columns: int | None = None, *, pair: bool = False) -> tuple[int, int]:

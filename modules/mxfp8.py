@@ -32,7 +32,7 @@ from fused_ops.gemm_norm_backward.reference import weight_gradient
 from fused_ops.gemm_quantize.weights import ProjectionWeight
 from fused_ops.hadamard import rotate_rows
 from fused_ops.norm_projection.interface import rows_unserved
-from fused_ops.operands import to_float
+from fused_ops.operands import MAX_BOUNDED_COLUMNS, to_float
 from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
 from lp_fa4.mx import MXTensor, quantize_mx, scale_rows
@@ -82,11 +82,14 @@ def _projection(w: Tensor, gain: Tensor | None, heads: int, numerics: Numerics, 
     """A projection weight as the products read it, forward and backward; rotated by the Hadamard matrix if that is on. ``gain``: the norm's
     weight, where exponents are wanted.
 
-    In blocks as wide as a head unless scales are square: whoever multiplies adds up a whole block before its factor changes.
+    In blocks as wide as a head unless scales are square: whoever multiplies adds up a whole block before its factor changes. Where they are
+    static, in bounded whole rows: then one factor serves a row, and Hopper sums in FP16.
     """
     block = (32, 32) if numerics.scales == "square" else (32, w.shape[0] // heads)
+    bounded = numerics.scales == "static" and w.shape[1] <= MAX_BOUNDED_COLUMNS
+    block = (32, w.shape[1]) if bounded else block
     gain = w.new_ones(w.shape[1]) if gain is None else gain
-    return projection_weight(w, gain, heads, numerics.key_projection, block, rotate=rotate, centred=numerics.center)
+    return projection_weight(w, gain, heads, numerics.key_projection, block, rotate=rotate, centred=numerics.center, bounded=bounded)
 
 
 def _backward_weight(projection: ProjectionWeight) -> Tensor:

@@ -18,6 +18,11 @@ WIDE_FIXED_BYTES, DIRECT_FIXED_BYTES = 2 * 1024, 4 * 1024
 FIXED_BYTES = 24 * 1024
 """Shared memory beside operands: codes on their way out (16 KiB), factors, barriers, the alignment of the tiles."""
 MIN_STAGES, MAX_STAGES = 4, 14
+LARGEST_ROW = 143.0
+"""Magnitudes of a row of the weight's codes, both parts, add up to at most this where sums are taken in FP16: 448 x 143 is 64,064, and FP16
+ends at 65,504: 2% for what rounding adds to partial sums and to the sum of the magnitudes."""
+MAX_HALVES_CONTRACTED = 1024
+"""K up to which that is enough: at 65,504 a rounding adds 16, and there is one for each 32 of K and part."""
 MIN_DIRECT_BYTES = 64 * 1024
 """Of x in flight that its wider column tiles leave at least: of 512 columns in tiles of 192, which leave half, a call took 1.6 times as
 long."""
@@ -145,6 +150,19 @@ class GemmSpec:
     def folded(self) -> bool:
         """The inverse of the result's exponents is part of w's factors: all three are known before the first tile."""
         return self.static and self.scaled and self.x_tokens == 0
+
+    @property
+    def halves(self) -> bool:
+        """Sums may be FP16: one factor serves all of K where x's static exponents are equal, which the kernel finds out, and whether FP16
+        holds them (``sm90_roles.sums_fit``). A weight has its exponents so on purpose (``fused_ops.operands.split_e4m3``)."""
+        one = self.w_width >= self.contracted and self.scale_parts == 1
+        return self.folded and one and self.contracted <= MAX_HALVES_CONTRACTED
+
+    @property
+    def ahead(self) -> bool:
+        """A warpgroup may read its rows of x into registers before its turn: a barrier's parity tells no more than two fillings of a stage
+        apart, and the other warpgroup's half may still be on its way."""
+        return self.stages >= 2 * self.rounds
 
     @property
     def column_tile(self) -> int:

@@ -10,16 +10,18 @@ part's four come first, under largest terms that are a sixteenth of those to com
 of its largest term or partial sum (a sixteenth more with a low part), and by less where some of its terms are 0: the tests hold every
 code to the bound of its own sum (``tests.fused_ops.sum_error``), which for random rows is some 2^-10 of ``sum |x_k w_k|``; the error itself
 is 2^-16 of that on average (four times as much with the low part after the high one). A code's own rounding is 2^-4. Where every partial
-sum fits 13 bits it is exact. BF16 products are summed in one FP32 accumulator, under given exponents in units of them
+sum fits 13 bits it is exact. Where a weight's rows are bounded and one factor serves all of K (``GemmSpec.halves``,
+``sm90_roles.sums_fit``), a row is one FP16 sum, which no codes of x can make leave FP16, rounded to nearest once an instruction: 2^-11 of
+itself, 24 times for 384 of K in two parts. BF16 products are summed in one FP32 accumulator, under given exponents in units of them
 (``sm90_roles.fold_into_weight``: no rounding changes). Everything after the sum is the definition's, bit for bit.
 """
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass import Float8E4M3FN as E4M3
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers as hopper
 from torch import Tensor
 
@@ -76,12 +78,15 @@ class GemmQuantize:
         lo_atom, t_lo = operand(ordered(w_lo), l_w, spec.column_tile) if const_expr(spec.parts == 2) else (hi_atom, t_hi)
         k = OperandMajorMode.K
         mma = hopper.make_trivial_tiled_mma(self.kind, self.kind, k, k, Float32, (1, 1, 1), (64, spec.column_tile))
+        halves, source = None, warpgroup.OperandSource.RMEM
+        if const_expr(spec.halves):
+            halves = hopper.make_trivial_tiled_mma(self.kind, self.kind, k, k, Float16, (1, 1, 1), (64, spec.column_tile), source)
         tokens = Int32(x.shape[0])
         tiles = cute.ceil_div(tokens, TILE)
         if const_expr(not spec.dense):
             tiles = tokens // TILE + Int32(offsets.shape[0]) - 1
         self.kernel(
-            mma, x_atom, t_x, hi_atom, t_hi, lo_atom, t_lo, x_scale, w_hi_scale, w_lo_scale, offsets, given, codes, scales,
+            mma, halves, x_atom, t_x, hi_atom, t_hi, lo_atom, t_lo, x_scale, w_hi_scale, w_lo_scale, offsets, given, codes, scales,
             tokens, tiles, l_x, l_w,
         ).launch(
             # No cluster of one: it is placed otherwise, and CTAs of a tile that are not neighbours find less of x in L2 (1 to 3% slower).
@@ -100,6 +105,7 @@ class GemmQuantize:
     def kernel(
         self,
         mma: cute.TiledMma,
+        halves: cute.TiledMma,
         x_atom: cute.CopyAtom,
         t_x: cute.Tensor,
         hi_atom: cute.CopyAtom,
@@ -167,6 +173,7 @@ class GemmQuantize:
             staging=storage.staging.data_ptr(),
             x=storage.x.get_tensor(l_x.outer, swizzle=l_x.inner),
             w=storage.w.get_tensor(l_w.outer, swizzle=l_w.inner),
+            x_at=storage.x.data_ptr(),
             w_at=storage.w.data_ptr(),
         )
         t = Bundle(
@@ -187,7 +194,7 @@ class GemmQuantize:
                 produce(spec, t, s, bars)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            consume(spec, t, s, bars, mma, careful)
+            consume(spec, t, s, bars, mma, halves, careful)
         if const_expr(spec.cluster > 1):  # the other CTA may still write and arrive here
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from fused_ops.rmsnorm_quantize.arithmetic import nan_unless_finite, store
+from lp_fa4.common.halves import e4m3_of, mul2, pair
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max, pick, warp_max
 from lp_fa4.common.sequence import GROUP
 
@@ -113,6 +114,40 @@ def store_codes(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, whole: cu
                 word = e4m3x4(*values)
                 words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
             column = first_column + run * n
+            if const_expr(whole and spec.columns % spec.column_tile == 0):
+                store(words, codes, token, column + run // 4 * (tid % 4), run // 4)
+            else:
+                if (column < spec.columns) & (token < at.limit):
+                    store(words, codes, token, column + run // 4 * (tid % 4), run // 4)
+
+
+@cute.jit
+def finish_halves(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor):
+    """:func:`finish` of FP16 sums, which are finite where no code of x is a NaN (``sm90_roles.sums_fit``)."""
+    if at.token + HALF <= at.end:
+        store_halves(spec, t, s, at, total, True)
+    else:
+        store_halves(spec, t, s, at, total, False)
+
+
+@cute.jit
+def store_halves(spec: cutlass.Constexpr, t, s, at, total: cute.Tensor, whole: cutlass.Constexpr):
+    """:func:`store_codes` of FP16 sums. A factor is a power of two, and a product that FP16 does not have exactly is far below E4M3's
+    least code, or past its largest."""
+    tid, _, _ = cute.arch.thread_idx()
+    codes, factors, run = t.codes, s.w_factors, spec.run
+    pairs = cute.recast_tensor(total, Int32)
+    row0, first_column = tid % 128 // 32 * 16 + tid % 32 // 4, t.column * spec.column_tile
+    for n in cutlass.range_constexpr(spec.column_tile // run):
+        factor = pair(factors[block_of(spec, n * run // 32)])
+        column = first_column + run * n
+        for r in cutlass.range_constexpr(2):
+            token = at.token + row0 + 8 * r
+            words = cute.make_rmem_tensor(run // 16, Uint32)
+            for w in cutlass.range_constexpr(run // 16):
+                first = r + 2 * (n * run // 8 + 2 * w)
+                word = e4m3_of(mul2(pairs[first], factor), mul2(pairs[first + 2], factor))
+                words[w] = Uint32(word if const_expr(whole) else (word if token < at.end else Int32(0)))
             if const_expr(whole and spec.columns % spec.column_tile == 0):
                 store(words, codes, token, column + run // 4 * (tid % 4), run // 4)
             else:

@@ -2,23 +2,28 @@
 
 Each warpgroup computes its half (64 tokens) of every 128-token tile, one warpgroup's products beside the other's epilogue: named barriers
 pass the turn. Within a turn, the tensor core sums a chunk of K for one part of the weight while the sums of the chunk before are scaled
-and added in FP32 (two sets of partial sums in registers).
+and added in FP32 (two sets of partial sums in registers). Sums in FP16 need no promotion: rows of x go to registers before the turn, which
+is nothing but products then, and arithmetic beside FP16 sums runs at 0.7 of its speed instead of 0.4. Which it is, a CTA finds out from its
+weight (``sums_fit``); both loops are compiled.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fused_ops.gemm_quantize.config import ITEM_SLOTS
-from fused_ops.gemm_quantize.sm90_epilogue import HALF, MEET, block_of, finish, finish_direct
+from fused_ops.gemm_quantize.config import ITEM_SLOTS, LARGEST_ROW
+from fused_ops.gemm_quantize.sm90_epilogue import HALF, MEET, block_of, finish, finish_direct, finish_halves
 from fused_ops.places import first_sequence, place
 from fused_ops.rings import release, turn
 from fused_ops.rmsnorm_quantize.arithmetic import bf16x2_mul
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.halves import add2, half_of
+from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import bits_of, inverse_of_byte, scale_of_byte, warp_max
 from lp_fa4.common.sequence import GROUP
-from lp_fa4.sm90.wgmma import start
+from lp_fa4.sm90.forward_halves import magnitudes
+from lp_fa4.sm90.wgmma import described, low_half, start
 
 FIELDS = 5
 """int32 of an item in shared memory: first token, sequence's end, end of what is written, first row of scales, rows of scales."""
@@ -68,9 +73,11 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
             x_atom, x_tensor = t.x
             x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, spec.stage_columns), (None, None))
             x_target, x_source = cpasync.tma_partition(x_atom, t.rank, sharing, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
-            for half in cutlass.range(2, unroll=1):
+            for half in cutlass.range(halves_of(spec, token, limit), unroll=1):
                 for k in cutlass.range(spec.rounds, unroll=1):
                     cute.arch.mbarrier_wait(bars.empty + stage, phase)
+                    if const_expr(spec.halves):
+                        cute.arch.fence_view_async_shared()  # threads may have read what was there
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
                     for i in cutlass.range_constexpr(spec.slabs):
@@ -84,6 +91,12 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
     with cute.arch.elect_one():
         item[0, slot] = Int32(-1)
         cute.arch.mbarrier_arrive(bars.item_full + slot)
+
+
+def halves_of(spec, token: Int32, limit: Int32) -> Int32:
+    """Halves of a tile that are brought and computed: the second is left out where nothing of it is written (and turns keep a warpgroup
+    from running more than a tile ahead, which no barrier's parity would tell)."""
+    return 1 + Int32(token + HALF < limit) if spec.direct and spec.turns else Int32(2)
 
 
 @cute.jit
@@ -145,7 +158,6 @@ def fold_into_weight(spec: cutlass.Constexpr, s) -> Int32:
     """
     tid, _, _ = cute.arch.thread_idx()
     tid, inverse = tid - 128, s.inverse
-    met = cute.make_tensor(s.maxima.iterator, cute.make_layout(8))
     count = spec.steps * spec.column_tile * 8  # of 16 bytes; whatever the swizzle, they are in their row
     large = Int32(0)
     for n in cutlass.range_constexpr(spec.column_tile // 32):
@@ -155,12 +167,7 @@ def fold_into_weight(spec: cutlass.Constexpr, s) -> Int32:
         words = folded_words(spec, s, i)
         for j in cutlass.range_constexpr(4):
             large = large | ((words[j] & Int32(0x7F807F80)) + Int32(0x00800080)) & Int32(-0x7FFF8000)  # a half of exponent 255
-    large = Int32(1) if cute.arch.vote_any_sync(large != 0) else Int32(0)
-    if tid % 32 == 0:
-        met[tid // 32] = large
-    cute.arch.barrier(barrier_id=MEET, number_of_threads=256)
-    for w in cutlass.range_constexpr(8):
-        large = large | met[w]
+    large = any_of(s, large)
     if large == 0:
         for i in cutlass.range(tid, count, 256, unroll=2):
             words = folded_words(spec, s, i)
@@ -168,6 +175,20 @@ def fold_into_weight(spec: cutlass.Constexpr, s) -> Int32:
         cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=MEET, number_of_threads=256)
     return large
+
+
+@cute.jit
+def any_of(s, flag: Int32) -> Int32:
+    """1 if ``flag`` is not 0 of one of the computing threads, else 0. Called by all of them, and by nobody who has maxima to exchange."""
+    tid, _, _ = cute.arch.thread_idx()
+    met = cute.make_tensor(s.maxima.iterator, cute.make_layout(8))
+    flag = Int32(1) if cute.arch.vote_any_sync(flag != 0) else Int32(0)
+    if tid % 32 == 0:
+        met[tid // 32 - 4] = flag
+    cute.arch.barrier(barrier_id=MEET, number_of_threads=256)
+    for w in cutlass.range_constexpr(8):
+        flag = flag | met[w]
+    return flag
 
 
 def words_of_weight(s, i):
@@ -277,6 +298,44 @@ def plain_stage(spec: cutlass.Constexpr, bars, c, total: cute.Tensor, stage: Int
 
 
 @cute.jit
+def gather(spec: cutlass.Constexpr, s, bars, c, stage: Int32, phase: Int32):
+    """Rows of a half tile to registers, as products' left operands. Returns them and the place of the last stage."""
+    tid, _, _ = cute.arch.thread_idx()
+    lane = tid % 32
+    row = tid % 128 // 32 * 16 + lane % 16
+    first = Int32(s.x_at.toint()) + row * 128
+    rows = [c.mma.make_fragment_A(c.mma.partition_shape_A((HALF, spec.stage_columns))) for _ in range(spec.steps)]
+    for k in cutlass.range_constexpr(spec.rounds):
+        if const_expr(k > 0):
+            stage, phase = turn(stage, phase, spec.stages)
+        cute.arch.mbarrier_wait(bars.full + stage, phase)
+        a = cute.recast_tensor(rows[k], Int32)
+        for i in cutlass.range_constexpr(4):
+            words = load_matrices(first + stage * spec.stage_bytes + 16 * ((lane // 16 + 2 * i) ^ (row % 8)))
+            for j in cutlass.range_constexpr(4):
+                a[4 * i + j] = words[j]
+        free_stage(spec, bars, stage, c.peer)
+    return rows, stage, phase
+
+
+@cute.jit
+def multiply_registers(spec: cutlass.Constexpr, s, c, rows, total: cute.Tensor):
+    """Start all products of a half tile, in one accumulator. What x does not fill of a row's last stage is 0."""
+    low, step = low_half(Int32(s.w_at.toint())), 128 * spec.column_tile // 16
+    warpgroup.fence()
+    atom = cute.make_mma_atom(c.mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, False)
+    for k in cutlass.range_constexpr(spec.steps):
+        for part in cutlass.range_constexpr(spec.parts - 1, -1, -1):
+            for i in cutlass.range_constexpr(4):
+                place = low + step * (spec.parts * k + part) + 2 * i
+                w = cute.make_tensor(described(place, 128), c.w[None, None, i, 0].layout)
+                cute.gemm(atom, total, rows[k][None, None, i], w, total)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
 def advance(spec: cutlass.Constexpr, stage: Int32, phase: Int32, count: cutlass.Constexpr):
     """The ring's place ``count`` stages on."""
     stage = stage + count % spec.stages
@@ -287,15 +346,73 @@ def advance(spec: cutlass.Constexpr, stage: Int32, phase: Int32, count: cutlass.
 
 
 @cute.jit
-def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
-    """Consumer loop of one thread. ``careful``: see ``fold_inverse`` and ``fold_into_weight``."""
+def sums_fit(spec: cutlass.Constexpr, s, careful: Int32) -> Int32:
+    """1 where FP16 holds all sums of this CTA, whatever the codes of x: one factor, which FP16 has, for all of K, and no row of the weight
+    whose magnitudes add up to more than ``LARGEST_ROW``. By all computing threads."""
+    tid, _, _ = cute.arch.thread_idx()
+    tid, w_factors, tile_blocks = tid - 128, s.w_factors, spec.column_tile // 32
+    fits = careful == 0
+    for n in cutlass.range_constexpr(tile_blocks):
+        fits = fits & (w_factors[n] >= 2.0**-24) & (w_factors[n] <= 2.0**15)
+        for k in cutlass.range_constexpr(1, spec.chunks):
+            fits = fits & (w_factors[n] == w_factors[n + tile_blocks * k])
+    # Two threads a row, eight of a warp without bank conflicts. 32 magnitudes are added up in FP16, their sums in FP32.
+    for row in cutlass.range(tid // 2, spec.column_tile, 128, unroll=1):
+        total = Float32(0.0)
+        for i in cutlass.range(2 * spec.steps * spec.parts, unroll=1):
+            sums = Int32(0)
+            for j in cutlass.range_constexpr(2):
+                chunk = (4 * (tid % 2) + 2 * (i % 2) + j + row) % 8
+                words = cute.make_rmem_tensor(4, Int32)
+                cute.autovec_copy(words_of_weight(s, (i // 2 * spec.column_tile + row) * 8 + chunk), words)
+                for k in cutlass.range_constexpr(8):
+                    sums = add2(sums, magnitudes(words[k // 2], k % 2))
+            total = total + (half_of(sums, 0) + half_of(sums, 1))
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+        fits = fits & (total <= LARGEST_ROW)  # not of a NaN
+    return any_of(s, Int32(0) if fits else Int32(1)) ^ 1
+
+
+@cute.jit
+def consume(spec: cutlass.Constexpr, t, s, bars, mma, halves, careful: Int32):
+    """Consumer loop of one thread. ``halves``: the products whose sums are FP16. ``careful``: see ``fold_inverse`` and
+    ``fold_into_weight``."""
+    cute.arch.mbarrier_wait(bars.w_full, 0)
+    if const_expr(spec.wide):
+        careful = fold_into_weight(spec, s)
+    if const_expr(spec.halves):
+        if sums_fit(spec, s, careful) != 0:
+            walk(spec, t, s, bars, halves, careful, True)
+        else:
+            walk(spec, t, s, bars, mma, careful, False)
+    else:
+        walk(spec, t, s, bars, mma, careful, False)
+
+
+@cute.jit
+def take_turn(spec: cutlass.Constexpr, wg):
+    """Wait until the other warpgroup's products are on their way."""
+    if const_expr(spec.turns):
+        cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+
+
+@cute.jit
+def pass_turn(spec: cutlass.Constexpr, wg):
+    """The other warpgroup may start its products."""
+    if const_expr(spec.turns):
+        cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
+
+
+@cute.jit
+def walk(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32, halves: cutlass.Constexpr):
+    """A thread's share of every tile. ``halves``: rows of x go to registers, sums are FP16."""
     tid, _, _ = cute.arch.thread_idx()
     item = s.item
     wg = cute.arch.make_warp_uniform((tid - 128) // 128)
     view = mma.get_slice(0)
     c = Bundle(
         mma=mma,
-        x=view.make_fragment_A(view.partition_A(s.x)),
+        x=view.make_fragment_A(view.partition_A(s.x)) if const_expr(not halves) else None,
         w=view.make_fragment_B(view.partition_B(s.w)),
         shape=mma.partition_shape_C((HALF, spec.column_tile)),
         group=2 * wg + cute.arch.make_warp_uniform(tid % 128 // 64),
@@ -307,39 +424,57 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32):
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
     slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
     stage, phase = wg * (spec.rounds % spec.stages), wg * (spec.rounds // spec.stages % 2)
-    cute.arch.mbarrier_wait(bars.w_full, 0)
-    if const_expr(spec.wide):
-        careful = fold_into_weight(spec, s)
     cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
     token = item[0, slot]
     while token >= 0:
         end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * wg, item[4, slot] - 2 * wg
+        count = halves_of(spec, token, limit)
         at = Bundle(token=token + HALF * wg, end=end, limit=limit, row=row, region=region)
-        total = cute.make_rmem_tensor(c.shape, Float32)
-        if const_expr(spec.turns):
-            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
-        if const_expr(spec.scaled):
-            partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(2)]
-            stage, phase = multiply_scaled(spec, s, bars, c, total, partials, slot, stage, phase)
-            if const_expr(spec.turns):
-                cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
-            warpgroup.wait_group(0)
-            free_stage(spec, bars, stage, c.peer)
-            last = spec.chunks * spec.scale_parts - 1
-            promote(spec, s, last, slot, c.group, partials[last % 2], total)
+        if wg < count:
+            stage, phase = half_tile(spec, t, s, bars, c, at, slot, stage, phase, parity, careful, halves)
+            stage, phase = advance(spec, stage, phase, 1)
         else:
-            stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
-            if const_expr(spec.turns):
-                cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
-            warpgroup.wait_group(0)
-            free_stage(spec, bars, stage, c.peer)
-        release(bars.item_empty + slot)
-        if const_expr(spec.direct):
-            finish_direct(spec, t, s, at, total, careful)
-        else:
-            finish(spec, t, s, at, total, wg, parity)
+            take_turn(spec, wg)
+            pass_turn(spec, wg)
+            release(bars.item_empty + slot)
+            stage, phase = advance(spec, stage, phase, spec.rounds)
+        if count == 2:
+            stage, phase = advance(spec, stage, phase, spec.rounds)
         parity = parity ^ 1
-        stage, phase = advance(spec, stage, phase, spec.rounds + 1)
         slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
         cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
         token = item[0, slot]
+
+
+@cute.jit
+def half_tile(spec: cutlass.Constexpr, t, s, bars, c, at, slot, stage, phase, parity, careful, halves: cutlass.Constexpr):
+    """A warpgroup's half of a tile. Returns the place of the half's last stage."""
+    rows, partials = None, []
+    total = cute.make_rmem_tensor(c.shape, Float16 if const_expr(halves) else Float32)
+    if const_expr(halves and spec.ahead):
+        rows, stage, phase = gather(spec, s, bars, c, stage, phase)
+    take_turn(spec, c.wg)
+    if const_expr(halves and not spec.ahead):
+        rows, stage, phase = gather(spec, s, bars, c, stage, phase)
+    if const_expr(halves):
+        multiply_registers(spec, s, c, rows, total)
+    elif const_expr(spec.scaled):
+        partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(2)]
+        stage, phase = multiply_scaled(spec, s, bars, c, total, partials, slot, stage, phase)
+    else:
+        stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
+    pass_turn(spec, c.wg)
+    warpgroup.wait_group(0)
+    if const_expr(not halves):
+        free_stage(spec, bars, stage, c.peer)
+        if const_expr(spec.scaled):
+            last = spec.chunks * spec.scale_parts - 1
+            promote(spec, s, last, slot, c.group, partials[last % 2], total)
+    release(bars.item_empty + slot)
+    if const_expr(halves):
+        finish_halves(spec, t, s, at, total)
+    elif const_expr(spec.direct):
+        finish_direct(spec, t, s, at, total, careful)
+    else:
+        finish(spec, t, s, at, total, c.wg, parity)
+    return stage, phase

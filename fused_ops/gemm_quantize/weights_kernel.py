@@ -1,12 +1,14 @@
-"""The kernels of ``weights``: one for the weight, one for the bound."""
+"""The kernels of ``weights``: one for the weight, one for the bound, one for bounded rows."""
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import BFloat16, Float32, Int32, Uint8, const_expr
+from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr
 from torch import Tensor
 
 from fused_ops.gemm_quantize.weights import WeightSpec, bound_factor
+from fused_ops.operands import PAIR_LIMIT, PAIR_SHIFTS
+from fused_ops.rmsnorm_quantize.arithmetic import load, store
 from lp_fa4.common.numbers import (
     byte_of_amax_bits,
     e4m3x4,
@@ -17,10 +19,13 @@ from lp_fa4.common.numbers import (
 )
 from lp_fa4.common.sequence import GROUP
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.mx.quantize import ROW_UNITS
 
 COLUMNS = 128
 """Columns of a CTA."""
 WARPS = COLUMNS // 32
+BOUNDED_WARPS = 8
+"""Of a CTA that codes bounded rows."""
 
 
 class ProjectionWeight:
@@ -80,7 +85,9 @@ class ProjectionWeight:
         if within:
             for r in cutlass.range_constexpr(GROUP):
                 rounded[row0 + r, column] = values[r].to(BFloat16)
-        if const_expr(spec.form != "bf16"):
+                if const_expr(spec.bounded):
+                    first[row0 + r, column] = values[r]
+        if const_expr(spec.form != "bf16" and not spec.bounded):
             self.quantize(values, maxima, group, place, row0, column, within, first, second, scale_bytes)
 
     @cute.jit
@@ -184,21 +191,101 @@ class Bound:
             out[head] = Uint8(cutlass.min(byte_of_amax_bits(top), 254))
 
 
+class BoundedRows:
+    """Codes and scales of FP32 rows as :func:`fused_ops.operands.split_e4m3` has them in bounded rows: one CTA for 32 of them, a warp for
+    four, read three times (from L2): for their largest magnitude, for their sums under its exponent, for their codes."""
+
+    def __init__(self, columns: int, form: str):
+        self.columns, self.pair = columns, form == "e4m3x2"
+
+    @cute.jit
+    def __call__(self, exact: cute.Tensor, first: cute.Tensor, second: cute.Tensor, scale_bytes: cute.Tensor, stream):
+        self.kernel(exact, first, second, scale_bytes).launch(
+            grid=[Int32(scale_bytes.shape[0]), 1, 1], block=[32 * BOUNDED_WARPS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, exact: cute.Tensor, first: cute.Tensor, second: cute.Tensor, scale_bytes: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        row0 = GROUP * block + warp
+        smem = cutlass.utils.SmemAllocator()
+        tops = smem.allocate_tensor(Int32, cute.make_layout((BOUNDED_WARPS, 2)), byte_alignment=16)
+        values = cute.make_rmem_tensor(4, Float32)
+        top = Int32(0)
+        for r in cutlass.range(0, GROUP, BOUNDED_WARPS, unroll=1):
+            for chunk in cutlass.range(lane, self.columns // 4, 32, unroll=2):
+                load(exact, row0 + r, 4 * chunk, values)
+                for i in cutlass.range_constexpr(4):
+                    top = magnitude_max(top, values[i])
+        byte = byte_of_amax_bits(self.largest(tops, 0, warp, lane, top))
+        inverse, most = inverse_of_byte(byte), Int32(0)
+        if byte != 255:
+            for r in cutlass.range(0, GROUP, BOUNDED_WARPS, unroll=1):
+                units = Int32(0)
+                for chunk in cutlass.range(lane, self.columns // 4, 32, unroll=2):
+                    load(exact, row0 + r, 4 * chunk, values)
+                    for i in cutlass.range_constexpr(4):
+                        units = units + (cute.math.absf(values[i] * inverse) * Float32(ROW_UNITS)).to(Int32)
+                for step in cutlass.range_constexpr(5):
+                    units = units + cute.arch.shuffle_sync_bfly(units, offset=1 << step)
+                most = cutlass.max(most, units)
+        most = self.largest(tops, 1, warp, lane, most)
+        raised = byte
+        for i in cutlass.range_constexpr(PAIR_SHIFTS):
+            raised = raised + Int32(most > PAIR_LIMIT * ROW_UNITS << i)
+        byte = cutlass.min(raised, 254) if byte != 255 else byte
+        inverse = inverse_of_byte(byte)
+        if tid == 0:
+            scale_bytes[block, 0] = Uint8(byte)
+        for r in cutlass.range(0, GROUP, BOUNDED_WARPS, unroll=1):
+            for chunk in cutlass.range(lane, self.columns // 4, 32, unroll=2):
+                load(exact, row0 + r, 4 * chunk, values)
+                scaled = [values[i] * inverse for i in range(4)]
+                word = e4m3x4(*scaled)
+                word = word if byte != 255 else Int32(0)
+                self.put(first, row0 + r, chunk, word)
+                if const_expr(self.pair):
+                    back = e4m3x4_to_float(word)
+                    left = e4m3x4(*[scaled[i] - back[i] for i in range(4)])
+                    self.put(second, row0 + r, chunk, left if byte != 255 else Int32(0))
+
+    @cute.jit
+    def largest(self, tops: cute.Tensor, turn: cutlass.Constexpr, warp, lane, value: Int32) -> Int32:
+        """Largest of all threads' values."""
+        value = warp_max(value)
+        if lane == 0:
+            tops[warp, turn] = value
+        cute.arch.sync_threads()
+        for w in cutlass.range_constexpr(BOUNDED_WARPS):
+            value = cutlass.max(value, tops[w, turn])
+        return value
+
+    @cute.jit
+    def put(self, codes: cute.Tensor, row, chunk, word: Int32):
+        """Four codes to memory."""
+        words = cute.make_rmem_tensor(1, Uint32)
+        words[0] = Uint32(word)
+        store(words, codes, row, 4 * chunk, 4)
+
+
 @kernel_cache
 def _compile_projection_weight(arch: str, spec: WeightSpec):
     rows, columns = symbol(), spec.columns
-    bf16, pair = spec.form == "bf16", spec.form == "e4m3x2"
+    plain = spec.form == "bf16" or spec.bounded
     codes = [fake("uint8", (symbol(), columns), align=1, compact=True) for _ in range(2)]
     scale = fake("uint8", (symbol(), columns // spec.width), align=1, compact=True)
+    exact = fake("float32", (symbol(), columns), compact=True) if spec.bounded else None
     return build(
         arch,
         ProjectionWeight(spec),
         fake(spec.dtype, (rows, columns), align=2),
         fake(spec.gain_dtype, (columns,), align=2),
         fake("bfloat16", (symbol(), columns), align=2, compact=True),
-        None if bf16 else codes[0],
-        codes[1] if pair else None,
-        None if bf16 else scale,
+        exact if plain else codes[0],
+        codes[1] if spec.form == "e4m3x2" and not plain else None,
+        None if plain else scale,
         fake("float32", (symbol(), WARPS * spec.chunks), compact=True),
         Int32(1),
     )
@@ -211,13 +298,27 @@ def _compile_projection_bound(arch: str, rows: int, parts: int):
     )
 
 
+@kernel_cache
+def _compile_bounded_rows(arch: str, columns: int, form: str):
+    codes = [fake("uint8", (symbol(), columns), compact=True) for _ in range(2)]
+    return build(
+        arch,
+        BoundedRows(columns, form),
+        fake("float32", (symbol(), columns), compact=True),
+        codes[0],
+        codes[1] if form == "e4m3x2" else None,
+        fake("uint8", (symbol(), 1), align=1, compact=True),
+    )
+
+
 def projection_weight(
-    w: Tensor, gain: Tensor, heads: int, form: str, width: int, rotate: bool, centred: bool
+    w: Tensor, gain: Tensor, heads: int, form: str, width: int, rotate: bool, centred: bool, bounded: bool = False
 ) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor]:
     """BF16 of the weight, codes of each part, their scales, and the bound's scale bytes ``[heads]``."""
     rows, columns = w.shape
     w = w if w.stride(1) == 1 else w.contiguous()
-    spec = WeightSpec(columns, rows // heads, form, width, rotate, dtype_name(w), dtype_name(gain))
+    bounded = bounded and form != "bf16"
+    spec = WeightSpec(columns, rows // heads, form, width, rotate, dtype_name(w), dtype_name(gain), bounded)
     count = {"bf16": 0, "e4m3": 1, "e4m3x2": 2}[form]
     rounded = torch.empty(rows, columns, dtype=torch.bfloat16, device=w.device)
     parts = [torch.empty(rows, columns, dtype=torch.uint8, device=w.device) for _ in range(count)]
@@ -226,7 +327,11 @@ def projection_weight(
     bytes_ = torch.empty(heads, dtype=torch.uint8, device=w.device)
     arch = arch_of(w.device)
     first = [*parts, None, None][:2]
-    launch(_compile_projection_weight(arch, spec), w.device, w, gain.contiguous(), rounded, *first, scales, squares, heads)
+    exact = torch.empty(rows, columns, dtype=torch.float32, device=w.device) if bounded else None
+    coded = (exact, None, None) if bounded else (*first, scales)
+    launch(_compile_projection_weight(arch, spec), w.device, w, gain.contiguous(), rounded, *coded, squares, heads)
+    if bounded:
+        launch(_compile_bounded_rows(arch, columns, form), w.device, exact, *first, scales)
     bound = _compile_projection_bound(arch, spec.rows, WARPS * spec.chunks)
     launch(bound, w.device, squares, bytes_, bound_factor(columns, centred))
     return rounded, parts, scales, bytes_

@@ -37,6 +37,7 @@ NORMS = {
 
 PRODUCTS = {
     "module, pair": dict(form="e4m3x2", x_tokens=0, x_width=128, w_width=128, block_tokens=0, width=128, one_scale=True),
+    "module, bounded pair": dict(form="e4m3x2", x_tokens=0, x_width=128, w_width=384, block_tokens=0, width=128, one_scale=True),
     "module, pair of two scales": dict(form="e4m3x2", x_tokens=0, x_width=128, w_width=128, block_tokens=0, width=128),
     "module, BF16": dict(form="bf16", x_tokens=0, x_width=0, w_width=0, block_tokens=0, width=128),
     "token blocks": dict(form="e4m3", x_tokens=32, x_width=128, w_width=128, block_tokens=32, width=128),
@@ -81,10 +82,15 @@ def main(arch: str, names: list[str]) -> None:
 
         variants["coordinates"] = lambda: _compile_balanced_coordinates(arch, 128, True, "bfloat16", "bfloat16")
         from fused_ops.gemm_quantize.weights import WeightSpec
-        from fused_ops.gemm_quantize.weights_kernel import _compile_projection_bound, _compile_projection_weight
+        from fused_ops.gemm_quantize.weights_kernel import (
+            _compile_bounded_rows,
+            _compile_projection_bound,
+            _compile_projection_weight,
+        )
 
         spec_of_weight = WeightSpec(384, 128, "e4m3x2", 128, True, "float32", "float32")
         variants["weight"] = lambda: _compile_projection_weight(arch, spec_of_weight)
+        variants["bounded rows"] = lambda: _compile_bounded_rows(arch, 512, "e4m3x2")
         variants["bound of a weight"] = lambda: _compile_projection_bound(arch, 128, 12)
         if arch == "sm_90a":
             from fused_ops.gemm_quantize.config import GemmSpec

@@ -145,7 +145,8 @@ def check_product(x, w, block, offsets, exponent, codes: Tensor, scales: Tensor,
 def operands(
     tokens: int, used: int, contracted: int, columns: int, form: str, x_block, w_block, offsets, seed: int, exact: bool, device: str = "cpu"
 ):
-    """x and w in the form asked for: rows of sizes 2^±20 (MXFP8), NaN past ``used``; ``exact``: few entries of -1, 0, 1."""
+    """x and w in the form asked for, with "bounded" behind it the weight in bounded rows: rows of sizes 2^±20 (MXFP8), NaN past ``used``;
+    ``exact``: few entries of -1, 0, 1."""
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(tokens, contracted, generator=generator, device=device)
     w = torch.randn(columns, contracted, generator=generator, device=device)
@@ -161,10 +162,10 @@ def operands(
     if static is not None:
         static[: static.shape[0] // 2] = 11
     left = quantize_mx(x, x_block, offsets, token_dim=0, exponent=static)
-    parts = split_e4m3(w, w_block)
+    parts = split_e4m3(w, w_block, bounded=form.endswith("bounded"))
     if seed % 2:  # scales of its own for what hi leaves
         parts = (parts[0], quantize_mx(w - parts[0].dequantize(), w_block))
-    return left, parts if form == "e4m3x2" else parts[0]
+    return left, parts if form.startswith("e4m3x2") else parts[0]
 
 
 def gemm(
@@ -432,25 +433,30 @@ def weight(
     width: int = 32,
     rotate: bool = True,
     dtype: str = "float32",
+    bounded: bool = False,
+    bad: bool = False,
     seed: int = 0,
 ) -> Case:
-    """A projection's weight against the plain form: bytes where nothing is rotated, else all but codes beside a rounding boundary."""
+    """A projection's weight (``bad``: an infinite element in its first row) against the plain form: bytes where nothing is rotated, else
+    all but codes beside a rounding boundary."""
     poison()
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(heads * rows, columns, generator=generator) * torch.exp2(torch.randint(-3, 4, (heads * rows, 1), generator=generator))
     w, gain = w.to(getattr(torch, dtype)), torch.rand(columns, generator=generator) + 0.5
+    if bad:
+        w[0, 1] = torch.inf
 
     def call():
         from fused_ops.gemm_quantize import weights_kernel
 
         with host(arch):
-            return weights_kernel.projection_weight(w, gain, heads, form, width, rotate, True)
+            return weights_kernel.projection_weight(w, gain, heads, form, width, rotate, True, bounded)
 
     def verify(got) -> None:
         from fused_ops.gemm_quantize import weights
 
         rounded, parts, scales, bound = got
-        wanted = weights.reference(w, gain, heads, form, (32, width), rotate, True)
+        wanted = weights.reference(w, gain, heads, form, (32, width), rotate, True, bounded)
         assert torch.equal(bound, wanted.bound)
         assert float((rounded != wanted.rounded).float().mean()) <= (0.01 if rotate else 0.0)
         if form == "bf16":
@@ -460,9 +466,13 @@ def weight(
         assert apart[0] <= (1e-3 if rotate else 0.0) and sum(apart) <= (0.05 if rotate else 0.0), apart
         mine = sum(MXTensor.from_bytes(codes, scales, (32, width)).dequantize() for codes in parts)
         whole = to_float(wanted.weight)
-        torch.testing.assert_close(mine, whole, rtol=2**-7, atol=float(whole.abs().max()) * 2**-18)
+        if rotate:
+            atol = float(whole.abs().max()) * 2.0 ** (-9 if bounded else -18)
+            torch.testing.assert_close(mine, whole, rtol=2**-7, atol=atol)
+        else:
+            assert torch.equal(scales, pairs[0].scale_bytes)
 
-    return Case(f"projection_weight {heads}x{rows}x{columns} {form} {width} {rotate}", arch, None, call, verify)
+    return Case(f"projection_weight {heads}x{rows}x{columns} {form} {width} {rotate} {bounded}", arch, None, call, verify)
 
 
 def uneven(q: Tensor, w: Tensor, kind: str) -> None:

@@ -7,7 +7,8 @@ has the exponent of a product: the sum of its factors', a subnormal one's counte
 of that power of two, and the result less than 2^-13 of its own. The bound adds these up; the running sum it takes for the exact one and
 all that may have been lost of it.
 
-In ``gemm_quantize`` sums of a chunk start from zero, and are then scaled, exactly, and added in FP32.
+In ``gemm_quantize`` sums of a chunk start from zero, and are then scaled, exactly, and added in FP32; where the weight allows it
+(``GemmSpec.halves``) all of a row's are taken in one FP16 sum, rounded to nearest once an instruction.
 
 A sum in FP16 of products of FP16 is rounded to nearest once an instruction, of 16 products; what is cut off before is under 2^-20 of the
 largest.
@@ -16,7 +17,7 @@ largest.
 import torch
 from torch import Tensor
 
-from fused_ops.gemm_quantize.config import spec_of
+from fused_ops.gemm_quantize.config import LARGEST_ROW, GemmSpec, spec_of
 from fused_ops.operands import flatten
 from lp_fa4.mx import MXTensor, decode_scale, expand_scale
 
@@ -37,8 +38,23 @@ def sum_error(x: MXTensor, w: MXTensor | tuple[MXTensor, MXTensor], offsets: Ten
     spec, _ = spec_of(left.payloads, left.blocks, right.payloads, right.blocks, (0, 32), offsets is None, right.scales)
     assert spec is not None
     scales = [_spread(part, offsets if part is x else None) for part in (x, *parts)]
-    out = [_bound(spec.chunk, spec.one_scale, x, parts, scales, some[:, 0], some[:, 1]) for some in at.split(ROWS)]
-    return torch.cat(out) if out else torch.zeros(0, dtype=torch.float64, device=at.device)
+    narrow = _narrow_columns(spec, x, parts)
+    out = torch.zeros(len(at), dtype=torch.float64, device=at.device)
+    for some in torch.arange(len(at), device=at.device).split(ROWS):
+        rows, columns = at[some, 0], at[some, 1]
+        half = narrow[columns]
+        out[some[~half]] = _bound(spec.chunk, spec.one_scale, x, parts, scales, rows[~half], columns[~half])
+        out[some[half]] = _narrow_bound(spec.stage_columns, x, parts, scales, rows[half], columns[half])
+    return out
+
+
+def _narrow_columns(spec: GemmSpec, x: MXTensor, parts: list[MXTensor]) -> Tensor:
+    """Columns of the product whose CTA may take sums in FP16, bool ``[N]``."""
+    rows = sum(part.codes.view(torch.float8_e4m3fn).double().abs().sum(dim=1) for part in parts)
+    if not spec.halves or not bool((x.scale_bytes == x.scale_bytes[0, 0]).all()):
+        return torch.zeros_like(rows, dtype=torch.bool)
+    tiles = torch.nn.functional.pad(rows, (0, -len(rows) % spec.column_tile)).unflatten(0, (-1, spec.column_tile))
+    return (tiles.amax(dim=1) <= LARGEST_ROW).repeat_interleave(spec.column_tile)[: len(rows)]
 
 
 def _spread(part: MXTensor, offsets: Tensor | None) -> Tensor:
@@ -71,6 +87,25 @@ def _bound(chunk: int, together: bool, x: MXTensor, parts: list[MXTensor], scale
             if not together or p == len(parts) - 1:
                 error, promotions = error + lost * factor, promotions + 1
     return error + promotions * 2.0**-24 * magnitude
+
+
+def _narrow_bound(stage: int, x: MXTensor, parts: list[MXTensor], scales: list[Tensor], rows: Tensor, columns: Tensor) -> Tensor:
+    """:func:`sum_error` of sums in FP16: of a ``stage`` of K, the parts one after the other."""
+    a = x.codes[rows].view(torch.float8_e4m3fn).double()
+    b = [part.codes[columns].view(torch.float8_e4m3fn).double() for part in parts]
+    running, lost = a.new_zeros(a.shape[0]), a.new_zeros(a.shape[0])
+    for first in range(0, a.shape[1], stage):
+        for part in b:
+            for k in range(first, min(first + stage, a.shape[1]), TERMS):
+                u, v = a[:, k : k + TERMS], part[:, k : k + TERMS]
+                terms = u * v
+                powers = torch.where(terms == 0, 0.0, _power(u.abs().clamp(min=SMALLEST)) * _power(v.abs().clamp(min=SMALLEST)))
+                before = running.abs() + lost
+                unit = torch.maximum(powers.amax(dim=1), _power(before)) * 2.0**-PLACES
+                running = running + terms.sum(dim=1)
+                lost = lost + unit * ((terms != 0).sum(dim=1) + (before != 0))
+                lost = lost + _power(running.abs() + lost).clamp(min=2.0**-14) * 2.0**-11
+    return lost * (scales[0][rows, 0].double() * scales[1][columns, 0].double())
 
 
 def _power(x: Tensor) -> Tensor:

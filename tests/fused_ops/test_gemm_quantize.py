@@ -51,6 +51,34 @@ def test_forms_of_the_weight():
     assert db(hi.dequantize() + lo.dequantize(), w) > 55  # 4 + 4 significant bits and a sign
 
 
+@pytest.mark.parametrize("kind", ["randn", "constant", "one large", "small", "zeros"])
+@pytest.mark.parametrize("columns", [32, 384, 1024])
+def test_bounded_rows(kind, columns):
+    """Codes of a row sum to less than 143 in every block, and to no less than half of what is allowed if the block is not too small; the
+    pair is as near to the weight as 2^-10 of a unit."""
+    w = torch.randn(96, columns) * torch.exp2(torch.randint(-3, 4, (96, 1)))
+    w = {"randn": w, "constant": torch.ones(96, columns), "one large": w, "small": w * 2.0**-100, "zeros": torch.zeros_like(w)}[kind]
+    if kind == "one large":
+        w[40] *= 2.0**20
+    hi, lo = pair = split_e4m3(w, (32, columns), bounded=True)
+    assert hi.scale is lo.scale or torch.equal(hi.scale_bytes, lo.scale_bytes)
+    sums = sum(part.codes.view(torch.float8_e4m3fn).double().abs().sum(dim=1) for part in pair).unflatten(0, (-1, 32)).amax(dim=1)
+    assert float(sums.max()) <= 142.5
+    assert kind == "zeros" or columns == 32 or float(sums.min()) > 125 / 2 * 0.9
+    unit = torch.exp2(hi.scale_bytes.double() - 127).repeat_interleave(32, 0)
+    assert bool(((to_float(pair).double() - w).abs() <= unit * 2.0**-10 + w.abs() * 2.0**-8).all())
+
+
+def test_bounded_rows_refuse_parts_of_rows():
+    w = torch.randn(32, 64)
+    for block, wide in (((32, 32), w), ((32, 1056), torch.randn(32, 1056))):
+        with pytest.raises(ValueError, match="allowed are whole rows, up to 1024 columns"):
+            split_e4m3(wide, block, bounded=True)
+        with pytest.raises(ValueError, match="allowed are whole rows, up to 1024 columns"):
+            projection_weight(wide, torch.ones(wide.shape[1]), 1, "e4m3x2", block, bounded=True)
+    assert projection_weight(w, torch.ones(64), 1, "bf16", (32, 32), bounded=True).weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("form", ["mx", "bf16"])
 @pytest.mark.parametrize("block", [(32, 32), (128, 64), (0, 64)])
 def test_isolation_and_tail(form, block):

@@ -46,6 +46,21 @@ PRODUCTS = {
     "static, exponents far below the sums": dict(
         lengths=[40], contracted=128, columns=64, x_block=[0, 128], w_block=[32, 128], block=[0, 32], exact=True, given=-80
     ),
+    "bounded rows, one NaN": dict(
+        lengths=[5, 131],
+        contracted=160,
+        columns=96,
+        form="e4m3x2 bounded",
+        x_block=[0, 160],
+        w_block=[32, 160],
+        block=[0, 96],
+        capacity=30,
+        bad=[3],
+    ),
+    "bounded rows, exact sums in FP16": dict(
+        lengths=[40], contracted=64, columns=64, form="e4m3 bounded", x_block=[0, 64], w_block=[32, 64], block=[0, 64], exact=True
+    ),
+    "rows past FP16": dict(lengths=[40], contracted=64, columns=64, form="e4m3", x_block=[0, 64], w_block=[32, 64], block=[0, 32]),
     "exact sums, square": dict(lengths=[0, 1, 33, 0, 200, 0], contracted=96, columns=96, exact=True, capacity=9, bad=[1, 40], axes=[0, 1]),
     "blocks of a tile, BF16": dict(lengths=[0, 130, 31], contracted=96, columns=64, form="bf16", block=[128, 64], capacity=3, int64=True),
     "a pair of CTAs, BF16, static": dict(lengths=[0, 70, 131], contracted=96, columns=224, form="bf16", block=[0, 32], capacity=7),
@@ -78,6 +93,7 @@ WEIGHTS = {
     "pair, rotated": dict(heads=1, rows=128, columns=160, width=32),
     "pair, a block of 128 columns": dict(heads=1, rows=32, columns=256, width=128, rotate=False, dtype="bfloat16"),
     "BF16": dict(heads=2, rows=64, columns=32, form="bf16"),
+    "bounded rows, one not finite": dict(heads=2, rows=32, columns=96, width=96, bounded=True, rotate=False, bad=True),
 }
 
 
