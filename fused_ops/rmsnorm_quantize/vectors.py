@@ -8,15 +8,15 @@ from torch import Tensor
 
 from fused_ops.rmsnorm_quantize.arithmetic import half_place, load, load8, mul, row_rstd
 from fused_ops.rmsnorm_quantize.reference import MEAN_ROWS
-from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, float_of, inverse_of_byte, magnitude_max, warp_max
+from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, float_of, inverse_of_byte, magnitude_max, pinned, warp_max
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 
 THREADS = 256
 WARPS = THREADS // 32
 HELD_COLUMNS = 1024
 """Rows of a sequence up to so wide stay in registers between their two uses; wider ones are read twice from global memory."""
-HELD_WORDS = 16
-"""Chunks of four columns of BF16 that a thread asks for at once."""
+HELD_WORDS = 12
+"""Chunks of four columns of BF16 that a thread asks for at once, and of rows of BF16 keeps until they are summed."""
 
 
 class SampledMean:
@@ -24,11 +24,12 @@ class SampledMean:
 
     One CTA a sequence, a warp a row; the warps' sums are added in order. ``staged``: what the staged kernel needs too: a second copy in its
     order (``arithmetic.half_place``), and a ``ticket`` of 0. ``width``: columns under a given exponent, by whose inverse the second copy is
-    multiplied; 0 for none. ``factor``: not 0: nothing is given, the exponents are those of :class:`BoundBytes` and are written.
+    multiplied; 0 for none. ``factor``: not 0: nothing is given, the exponents are those of :class:`BoundBytes` and are written. ``once``: x
+    is BF16.
     """
 
-    def __init__(self, columns: int, width: int, element: int, staged: bool, factor: float = 0.0):
-        self.columns, self.width, self.staged, self.factor = columns, width, staged, factor
+    def __init__(self, columns: int, width: int, element: int, staged: bool, factor: float = 0.0, once: bool = False):
+        self.columns, self.width, self.staged, self.factor, self.once = columns, width, staged, factor, once and columns <= HELD_COLUMNS
         self.slabs = -(-columns // 128)
         self.held = columns <= HELD_COLUMNS
         self.ctas = 4 if self.slabs <= 4 else 2
@@ -90,7 +91,9 @@ class SampledMean:
         cute.arch.sync_threads()
         if const_expr(self.factor > 0.0):
             self.bound(weight, tops)
-        if const_expr(self.held):
+        if const_expr(self.once):
+            self.sum_once(x, weight, places, count, eps, parts)
+        elif const_expr(self.held):
             self.sum_held(x, weight, places, factors, count, eps, parts)
         else:
             self.sum_twice(x, weight, places, factors, count, eps, parts)
@@ -177,6 +180,52 @@ class SampledMean:
                     parts[4 * (lane + 32 * k) + j, warp] = totals[j, k]
 
     @cute.jit
+    def sum_once(self, x, weight, places, count: Int32, eps: Float32, parts: cute.Tensor):
+        """The same sums of rows of BF16, which stay as they are in registers from their factors to their sums."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        slabs, rows, chunks = self.slabs, self.rows, self.columns // 4
+        totals = cute.make_rmem_tensor((4, slabs), Float32)
+        totals.fill(0.0)
+        for first in cutlass.range(0, MEAN_ROWS // WARPS, rows, unroll=1):
+            raw = cute.make_rmem_tensor((4, slabs, rows), x.element_type)
+            raw.fill(0)
+            words = cute.recast_tensor(raw, Int32)
+            for r in cutlass.range_constexpr(rows):
+                i = warp + WARPS * (first + r)
+                if i < count:
+                    for k in cutlass.range_constexpr(slabs):
+                        if lane + 32 * k < chunks:
+                            load(x, places[i], 4 * (lane + 32 * k), raw[None, k, r])
+            sums = []
+            for r in cutlass.range_constexpr(rows):
+                total = Float32(0.0)
+                for k in cutlass.range_constexpr(slabs):
+                    for j in cutlass.range_constexpr(2):
+                        word = words[j, k, r]
+                        low, high = float_of(word << 16), float_of(word & Int32(-65536))
+                        total = total + low * low
+                        total = total + high * high
+                sums.append(total)
+            factors = [row_rstd(total, 32, self.columns, eps) for total in sums]
+            for k in cutlass.range_constexpr(slabs):
+                gain = cute.make_rmem_tensor(4, weight.element_type)
+                gain.fill(0)
+                if lane + 32 * k < chunks:  # again for every few rows: there are no registers to keep it
+                    load(weight, 0, 4 * (lane + 32 * k), gain)
+                for r in cutlass.range_constexpr(rows):
+                    if warp + WARPS * (first + r) < count:
+                        for j in cutlass.range_constexpr(2):
+                            word = pinned(words[j, k, r])
+                            for h, value in enumerate((float_of(word << 16), float_of(word & Int32(-65536)))):
+                                gained = mul(mul(value, factors[r]), gain[2 * j + h].to(Float32))
+                                totals[2 * j + h, k] = totals[2 * j + h, k] + gained
+        for k in cutlass.range_constexpr(slabs):
+            if lane + 32 * k < chunks:
+                for j in cutlass.range_constexpr(4):
+                    parts[4 * (lane + 32 * k) + j, warp] = totals[j, k]
+
+    @cute.jit
     def sum_twice(self, x, weight, places, factors: cute.Tensor, count: Int32, eps: Float32, parts: cute.Tensor):
         """A warp a row for its factor, then threads own pairs of columns and read the rows again."""
         tid, _, _ = cute.arch.thread_idx()
@@ -239,7 +288,7 @@ def _compile_norm_mean(
 ):
     return build(
         arch,
-        SampledMean(columns, width, 4 if dtype == "float32" else 2, staged, columns**0.5 * 2 if bounded else 0.0),
+        SampledMean(columns, width, 4 if dtype == "float32" else 2, staged, columns**0.5 * 2 if bounded else 0.0, dtype == "bfloat16"),
         fake(dtype, (symbol(), columns)),
         fake(weight_dtype, (1, columns)),
         fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
