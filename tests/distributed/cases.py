@@ -24,6 +24,9 @@ from modules.balance import BalancedBatchSampler
 from tests.conftest import HOSTILE_LENGTHS
 
 ORDER = 1e-5
+CUT = 2.0**-12
+"""Of the key projection's gradient on Hopper: FP8 products, whose sums the tensor core cuts to 14 bits, over runs of tokens that depend on
+the batch (``fused_ops/README.md``)."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,9 @@ def alone(context: Context, model: nn.Module, batches) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """Largest relative difference of norms; exact zeros must meet exact zeros."""
-    found = 0.0
+def compare(context: Context, got: dict[str, Tensor], want: dict[str, Tensor], bound: float, what: str = "") -> float:
+    """Largest relative difference of norms, each at most ``bound``; exact zeros must meet exact zeros."""
+    found = {}
     for name, reference in want.items():
         value = got[name]
         assert value is not None, f"{name} has no gradient"
@@ -103,8 +106,10 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
         if norm == 0:
             assert not value.any(), name
             continue
-        found = max(found, float((value.double() - reference.double()).norm()) / norm)
-    return found
+        found[name] = float((value.double() - reference.double()).norm()) / norm
+    cut = max(bound, CUT) if context.device.type == "cuda" else bound
+    assert all(error <= (cut if name.endswith("key_proj.weight") else bound) for name, error in found.items()), (what, found)
+    return max(found.values(), default=0.0)
 
 
 def kinds_of_batches(context: Context) -> dict[str, list[list[int]]]:
@@ -130,9 +135,7 @@ def ddp(context: Context, precision: str = "mxfp8", bound: float = ORDER, dq_dty
         batches = [context.batch(n, 20 + r) for r, n in enumerate(lengths)]
         parallel(*batches[context.rank]).backward()
         got = {name: p.grad.clone() for name, p in model.named_parameters()}
-        error = worst(got, alone(context, expected_model, batches))
-        assert error <= bound, (precision, kind, error)
-        found[kind] = error
+        found[kind] = compare(context, got, alone(context, expected_model, batches), bound, f"{precision}, {kind}")
         parallel(*batches[context.rank]).backward()
     return found
 
@@ -167,9 +170,7 @@ def no_sync(context: Context) -> dict[str, Any]:
     parallel(*rounds[-1][context.rank]).backward()
     for batches in rounds:
         expected = alone(context, expected_model, batches)
-    error = worst({name: p.grad for name, p in model.named_parameters()}, expected)
-    assert error <= ORDER, error
-    return {"error": error}
+    return {"error": compare(context, {name: p.grad for name, p in model.named_parameters()}, expected, ORDER)}
 
 
 def shard(context: Context, model: nn.Module) -> nn.Module:
@@ -193,9 +194,7 @@ def fsdp(context: Context) -> dict[str, Any]:
         batches = [context.batch(n, 20 + r) for r, n in enumerate(lengths)]
         model(*batches[context.rank]).backward()
         got = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-        error = worst(got, alone(context, expected_model, batches))
-        assert error <= ORDER, (kind, error)
-        found[kind] = error
+        found[kind] = compare(context, got, alone(context, expected_model, batches), ORDER, kind)
     return found
 
 
