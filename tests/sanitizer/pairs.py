@@ -76,12 +76,9 @@ PAIRS: tuple[Pair, ...] = (
     _record("copy_warp", "backward_load.py __init__"),
     _record("copy_warp", "backward_dq.py largest_scale"),
     _record("copy_warp", "backward_compute.py key_factors"),
-    Pair(
-        BACKWARD,
-        "backward_compute.py store_codes",
-        "backward_dq.py agree",
-        REUSE,
-        "scales of a buffer of dS: " + MET.format("ds_empty"),
+    *(
+        Pair(BACKWARD, write, "backward_dq.py agree", REUSE, "scales of a buffer of dS: " + MET.format("ds_empty"))
+        for write in ("backward_compute.py store_codes", "backward_halves.py step")
     ),
     Pair(
         BACKWARD,
