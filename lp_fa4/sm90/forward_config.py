@@ -38,7 +38,9 @@ def order_of(head_dim: int, causal: bool, value_scale: int, halves: bool) -> tup
     """``lag`` and ``tied`` of a ``ForwardSpec``, as measured (head 64 with FP16 scores: by its order alone): with others ptxas puts most of
     the exponentials before the hand-over of the turn."""
     if halves:
-        return (6, 4) if causal or value_scale == 128 else (3, 2)
+        if value_scale == 128 and not causal:
+            return 6 if head_dim == 128 else 3, 4
+        return (6, 4) if causal else (3, 2)
     if value_scale == 128:
         return (6, 2) if causal else (3 if head_dim == 128 else 6, 4)
     return 4, 2

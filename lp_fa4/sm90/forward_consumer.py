@@ -16,12 +16,12 @@ sequence's end or the causal diagonal cuts come last and have a loop of their ow
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.halves import half_of
-from lp_fa4.common.numbers import exp2, float_of, scale_of_byte
+from lp_fa4.common.numbers import effect, exp2, float_of, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, QUERY_TILE
 from lp_fa4.sm90.forward_epilogue import EPILOGUE, finish, finish_split, row_numbers
 from lp_fa4.sm90.forward_halves import (
@@ -154,6 +154,19 @@ def start_item(spec: cutlass.Constexpr, t, item, row_in_tile: Int32, wg: Int32):
     lowest = tile_limits(spec, item[2] + wg * 64, item[4], item[6])[0]
     factor = query_factor_of(spec, t, item, item[2] + row_in_tile)
     return first, tiles, limit0, limit1, lowest, factor
+
+
+@cute.jit
+def clear_foreign_rows(spec: cutlass.Constexpr, rows: Int32, valid: Int32, wg: Int32):
+    """Zero a warpgroup's rows of Q from row ``valid`` on, at ``rows`` in shared memory: they are the next sequence's. What these hold, NaN
+    say, must not reach this one's rows by a vote (a tile, or an item, done again for any row is so for all). Called by all its threads."""
+    zero = Uint32(0)
+    if valid < 64:
+        chunks = spec.head_dim // 16
+        for i in cutlass.range(cutlass.max(valid, 0) * chunks + cute.arch.thread_idx()[0] % 128, 64 * chunks, 128, unroll=1):
+            effect([rows + 16 * i, zero, zero, zero, zero], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=EPILOGUE + wg, number_of_threads=128)
 
 
 @cute.jit
@@ -442,6 +455,9 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
     while sequence >= 0:
         item = items[None, qi]
         numbers = start_item(spec, t, item, row_in_tile, wg)
+        rows, valid = q_rows + qi * (QUERY_TILE * spec.head_dim), item[4] - item[2] - wg * 64
+        if const_expr(not spec.shared):
+            clear_foreign_rows(spec, rows, valid, wg)
         total.fill(0.0)
         if const_expr(spec.resumes):  # noqa: SIM102
             if item[7] > 0:
@@ -461,8 +477,7 @@ def consume(spec: cutlass.Constexpr, t, s, bars, mma):
             cute.arch.mbarrier_wait(barrier_at(spec, place, K_FULL), place[1])
             scores = cute.make_rmem_tensor(score_shape, Float16)
             issue(mma.halves, scores, c.q[None, None, None, qi], c.k[None, None, None, place[0]])
-            rows = (q_rows + qi * (QUERY_TILE * spec.head_dim), item[4] - item[2] - wg * 64)
-            fit = rows_fit(spec, t, item, rows, numbers[5], Int32(EPILOGUE) + wg)  # under the product
+            fit = rows_fit(spec, t, item, (rows, valid), numbers[5], Int32(EPILOGUE) + wg)  # under the product
             warpgroup.wait_group(0)
             if fit:
                 ring = tiles_of_item(spec, c, item, numbers, query, place, True, scores)

@@ -176,6 +176,25 @@ def forward(arch: str, *, seed: int = 0, copied: bool = False, lse: float = 1e-4
     return Case(_name("forward", options), arch, None, call, verify)
 
 
+def isolated(arch: str, *, seed: int = 0, code: int = 0x7F, **options: Any) -> Case:
+    """Our forward with and without queries of ``code`` in the second sequence: the first one's results are the same bits."""
+    problem, spoilt = (make_problem(seed, dict(options)) for _ in range(2))
+    first, second = options["queries"][:2]
+    spoilt.q.codes[first : first + second] = code
+
+    def call() -> Any:
+        with host(arch):
+            module = importlib.import_module(_PACKAGES[arch][0] + ".forward_host")
+            return module.forward(problem), module.forward(spoilt)
+
+    def verify(value: Any) -> None:
+        for name in ("out", "lse", "row_max", "row_sum"):
+            one, other = ([getattr(x, name)] if name == "out" else list(getattr(x, name)) for x in value)
+            assert all(torch.equal(a[:first], b[:first]) for a, b in zip(one, other, strict=True)), name
+
+    return Case(_name("isolated", options), arch, None, call, verify)
+
+
 def backward(arch: str, *, seed: int = 0, deterministic: bool = False, with_dlse: bool = False, **options: Any) -> Case:
     """Our backward against ``lp_fa4.reference.backward``. Blackwell's rounds at the same points: codes agree but for ties that the order
     of additions decides, so the relative error is far under one rounding of E4M3 (2^-4). Hopper's: ``sm90.agreement``."""

@@ -68,6 +68,11 @@ def test_forward(sm90, name):
     check(sm90, "forward", FORWARD[name])
 
 
+def test_queries_of_the_next_sequence(sm90):
+    options = dict(lengths=[300, 40], queries=[20, 30], shared=False, heads=1, kv_heads=1, mean=False, bounded=True)
+    check(sm90, "isolated", options)
+
+
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward(sm90, name):
     check(sm90, "backward", BACKWARD[name])

@@ -298,6 +298,25 @@ def test_isolation(block):
                 assert bool(result.out[rows].isnan().all())
 
 
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("block", ["static", (128, 128), (32, 128)])
+def test_isolation_of_queries(block, bounded):
+    """Queries of one sequence that are NaN, or all 448, lie in the last query tile of the one before; all others keep their bits."""
+    queries = (20, 30, 129, 7)
+    case = Case((300, 300, 150, 40), queries=queries, shared=False, block=block, bounded=bounded)
+    clean = run(case.make(8))
+    others = torch.ones(sum(queries), dtype=torch.bool, device=DEVICE)
+    others[20:50] = False
+    for code in (0x7F, 0x7E):
+        problem = case.make(8)
+        problem.q.codes[20:50] = code
+        result = run(problem)
+        for field in ("out", "centred_out"):
+            assert torch.equal(getattr(result, field)[others], getattr(clean, field)[others]), (field, code)
+        for field in ("lse", "row_max", "row_sum"):
+            assert torch.equal(getattr(result, field)[:, others], getattr(clean, field)[:, others]), (field, code)
+
+
 @pytest.mark.parametrize("centred", [True, False])
 def test_rows_past_the_bound_of_fp16(centred):
     """Codes as large as they get, in queries and keys: a warpgroup with a row past FP16's bound has FP32 scores, rows at the bound do not,
