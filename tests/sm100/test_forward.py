@@ -50,6 +50,12 @@ def test_nan_stays_in_its_sequence(blackwell):
     check(blackwell, {**MODULE, "keys": [33, 40, 70], "nan": True}, 1)
 
 
+def test_queries_of_the_next_sequence(blackwell):
+    """NaN codes in queries that lie in the last tile of the sequence before: its results keep their bits."""
+    options = dict(lengths=[300, 40], queries=[20, 30], shared=False, heads=1, kv_heads=1, mean=False)
+    blackwell.run("tests.emulator.ours:isolated", options, schedules=1)
+
+
 @pytest.mark.parametrize("variant", [{}, {"dim": 64}])
 def test_payload_of_others_is_never_multiplied(blackwell, variant):
     """NaN codes under ordinary scales, where no quantization leaves them: in the next sequence and past the last one. Zero probabilities
