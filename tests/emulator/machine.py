@@ -50,6 +50,8 @@ class Cluster:
         self.pair_allocations: dict[int, Any] = {}
         self.live = machine.threads * ranks
         self.checker: Any = None
+        #: agent and epoch of each ``griddepcontrol.wait`` (``dependents.py``)
+        self.waits: list[tuple[int, int]] = []
         self.ctas = [CTA(self, r, (base[0] + r % sx, base[1] + r // sx % sy, base[2] + r // (sx * sy))) for r in range(ranks)]
         self.gangs: list[Gang] = []
         width = machine.width

@@ -158,7 +158,7 @@ class ClusterMemory:
         self._aligned(a, n, I)
         self.globals.check(a, n, lambda: g.where(I))
         if g.past is not None:
-            g.past.read(g, I, a, n)
+            g.past.touch(g, I, a, n)
         return HOST[size, count][(a - _BASE) >> _SHIFT[n]]
 
     def store_global(self, g: Gang, I: Instr, m: Any, a: np.ndarray, v: np.ndarray) -> None:
@@ -169,7 +169,7 @@ class ClusterMemory:
         self._aligned(a, n, I)
         self.globals.check(a, n, lambda: g.where(I))
         if g.past is not None:
-            g.past.write(g, I)
+            g.past.touch(g, I, a, n)
         HOST[size, count][(a - _BASE) >> _SHIFT[n]] = v
         self.machine.events += 1
 

@@ -19,7 +19,6 @@ import numpy as np
 from . import alu as _alu  # noqa: F401  registers the emitters
 from .blocks import grouped, stacked
 from .codegen import Codegen
-from .dependents import reaches_global
 from .errors import EmulatorError
 from .numerics import f16, f32, f64, i16, i32, i64, u8, u16, u32, u64
 from .ptx import FloatImm, Imm, Instr, Program, Reg, Sreg, Sym
@@ -465,8 +464,6 @@ class Gang:
                         if not count_nonzero(m):
                             f.pc += 1
                             continue
-                    if self.past is not None and reaches_global(I):
-                        self.past.write(self, I)
                     result = unit.run(self, I, m)
                     if result is None:
                         f.pc += 1

@@ -16,13 +16,13 @@ WAIT, BEGIN = "griddepcontrol.wait;\n", "griddepcontrol.launch_dependents;\n"
 COPY = LOAD + STORE
 
 
-def run(*launches):
+def run(*launches, **shape):
     """Each of ``(body, source, target, dependent)`` in turn."""
     stream = Dependents()
     tensors = {id(t): t for _, *both, _ in launches for t in both}.values()
     extents = [(t.data_ptr(), t.data_ptr() + 4 * t.numel()) for t in tensors]
     for body, source, target, dependent in launches:
-        one = dataclasses.replace(launch(AT + body, source, target), dependent=dependent)
+        one = dataclasses.replace(launch(AT + body, source, target, **shape), dependent=dependent)
         past = stream.begin(one, extents)
         machine = api.run(one, extents, check=True, past=past)
         stream.end(past, machine.waited and not machine.early)
@@ -34,7 +34,7 @@ def words(n=4):
 
 @pytest.mark.parametrize(
     "body, right",
-    [(WAIT + COPY, True), (COPY, False), (LOAD + WAIT + STORE, False), ("red.global.add.u32 [%rd10], 1;\n" + WAIT, False)],
+    [(WAIT + COPY, True), (COPY, False), (LOAD + WAIT + STORE, False), ("red.global.add.u32 [%rd9], 1;\n" + WAIT + COPY, False)],
     ids=["waits", "never waits", "reads before", "adds before"],
 )
 def test_what_the_launch_before_wrote(body, right):
@@ -44,7 +44,7 @@ def test_what_the_launch_before_wrote(body, right):
         run(*launches)
         assert torch.equal(c, a)
     else:
-        with pytest.raises(RaceError, match=r"griddepcontrol\.wait"):
+        with pytest.raises(RaceError, match="touches before"):
             run(*launches)
 
 
@@ -56,6 +56,50 @@ def test_what_is_older_may_be_read():
         assert torch.equal(d, a)
 
 
+ONE = "setp.ge.u32 %p2, %r0, 32;\n@%p2 bra OTHERS;\ngriddepcontrol.wait;\nOTHERS:\n"
+
+
+@pytest.mark.parametrize("met", ["bar.sync 0;\n", ""])
+def test_one_warp_waits_for_all(met):
+    """If the others meet it behind its wait."""
+    a, b, c = [torch.arange(64, dtype=torch.int32) + 100 * i for i in range(3)]
+    launches = (COPY, a, b, False), (ONE + met + COPY, b, c, True)
+    if met:
+        run(*launches, block=64)
+        assert torch.equal(c, a)
+    else:
+        with pytest.raises(RaceError, match="touches before"):
+            run(*launches, block=64)
+
+
+BULK = """
+setp.ne.u32 %p0, %r0, 0;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [%r1], 1;
+READY:
+bar.sync 0;
+@%p0 bra WAITING;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 128;
+add.u32 %r3, %r1, 128;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd0], 128, [%r1];
+WAITING:
+mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;
+@!%p1 bra WAITING;
+"""
+
+
+def test_a_bulk_copy():
+    """Of what the launch before wrote, and of what it did not."""
+    for source, right in ((0, True), (1, False)):
+        t = words()
+        launches = (COPY, t[0], t[1], False), (BULK + WAIT + COPY, t[source], t[2], True)
+        if right:
+            run(*launches, shared=1024)
+        else:
+            with pytest.raises(RaceError, match="touches before"):
+                run(*launches, shared=1024)
+
+
 @pytest.mark.parametrize("between, right", [(WAIT + BEGIN, True), (BEGIN + WAIT, False), (WAIT, True)])
 def test_a_chain(between, right):
     """The third may read what the first wrote if the second waited for the first before it let the third begin."""
@@ -65,7 +109,7 @@ def test_a_chain(between, right):
         run(*launches)
         assert torch.equal(d, a)
     else:
-        with pytest.raises(RaceError, match="reads before"):
+        with pytest.raises(RaceError, match="touches before"):
             run(*launches)
 
 

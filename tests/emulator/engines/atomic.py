@@ -114,6 +114,8 @@ def atomic(g: Any, I: Instr, m: np.ndarray) -> None:
         memory.check_shared(here, n, lambda: g.where(I))
     else:
         memory.globals.check(here, n, lambda: g.where(I))
+        if g.past is not None:
+            g.past.touch(g, I, here, n)
     if g.clock is not None and shared:
         check_sm90.atomic_access(g, I, here, n)
     old = np.empty((lanes.size, n), np.uint8)

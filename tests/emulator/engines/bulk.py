@@ -166,6 +166,8 @@ def bulk_load(g: Any, I: Instr, m: np.ndarray) -> None:
             targets = [((r << CTA_SHIFT) | dst & _OFFSET, (r << CTA_SHIFT) | mbar & _OFFSET) for r in range(16) if mask >> r & 1]
         if from_global:
             g.memory.globals.check_range(src, src + n, lambda: g.where(I))
+            if g.past is not None:
+                g.past.touch(g, I, np.array([src]), n)
         else:
             g.memory.check_shared_range(src, n, lambda: g.where(I))
         for d, b in targets:
@@ -201,6 +203,8 @@ def bulk_store(g: Any, I: Instr, m: np.ndarray) -> None:
         if (dst | src | n) & 15:
             raise MemoryFaultError(f"bulk store of {n} bytes {src:#x} -> {dst:#x}: 16-byte multiples only; {g.where(I)}")
         g.memory.globals.check_range(dst, dst + n, lambda: g.where(I))
+        if g.past is not None:
+            g.past.touch(g, I, np.array([dst]), n)
         g.memory.check_shared_range(src, n, lambda: g.where(I))
         if g.cluster.checker is not None:
             token = g.cluster.checker.issue_in_group(g, I, _groups(g, lane).open)
@@ -245,6 +249,9 @@ def _check_box(g: Any, I: Instr, b: Box) -> None:
     if used.any():
         lo, hi = int(b.addresses[used].min()), int((b.addresses + b.valid)[used].max())
         g.memory.globals.check_range(lo, hi, lambda: g.where(I))
+    if g.past is not None:
+        for n in np.unique(b.valid[used]):
+            g.past.touch(g, I, b.addresses[b.valid == n], int(n))
 
 
 def _shared_chunks(g: Any, I: Instr, t: TensorMap, base: int, b: Box) -> np.ndarray:

@@ -70,6 +70,8 @@ def copy(g: Any, I: Instr, m: np.ndarray) -> None:
     for n in np.unique(count):
         if n:
             g.memory.globals.check(src[count == n], int(n), lambda: g.where(I))
+            if g.past is not None:
+                g.past.touch(g, I, src[count == n], int(n))
     state = _state(g)
     operation = Copy(m.copy(), state.committed.copy())
     if g.clock is not None:

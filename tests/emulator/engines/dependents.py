@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dependents import waited
 from ..ptx import Instr
 from ..registry import op
 
@@ -14,9 +15,11 @@ from ..registry import op
 def wait(g: Any, I: Instr, m: np.ndarray) -> None:
     g.past = None
     g.machine.waited = True
+    if g.clock is not None:
+        g.cluster.waits.append((g.clock.agent, int(g.clock.vc[0, g.clock.agent])))
 
 
 @op("griddepcontrol.launch_dependents", allow="launch_dependents")
 def launch_dependents(g: Any, I: Instr, m: np.ndarray) -> None:
-    if g.past is not None:
+    if g.past is not None and not waited(g):
         g.machine.early = True
