@@ -79,8 +79,18 @@ def check(p, dout, factor=2.0, result=None, **kwargs):
             f"{name}: {error:.3g}, reference {allowed:.3g}"
         )
     if ours.dv_mean is not None:
-        torch.testing.assert_close(ours.dv_mean, theirs.dv_mean, rtol=1e-4, atol=1e-6)
+        allowed = 1e-4 * theirs.dv_mean.abs() + 1e-6 + 2.0**-24 * summands(p, dout)
+        assert bool(((ours.dv_mean - theirs.dv_mean).abs() <= allowed).all()), "dv_mean"
     return out
+
+
+def summands(p, dout):
+    """Magnitudes that each element of dv_mean is a sum of, added up: FP32 adds in another order here, and where a sum cancels its error is
+    a part of these, not of itself."""
+    offsets_q = p.offsets_q if p.offsets_q is not None else torch.arange(p.batch + 1, device=DEVICE) * (p.rows // p.batch)
+    keys = (p.offsets_k[1:] - p.offsets_k[:-1])[:, None, None]
+    sums = reference.sequence_sums(dout.abs(), offsets_q).unflatten(1, (-1, p.group)).sum(2)
+    return torch.where(keys > 0, sums / keys.clamp(min=1), 0.0)
 
 
 CASES = {
