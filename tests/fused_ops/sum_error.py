@@ -62,6 +62,16 @@ def _spread(part: MXTensor, offsets: Tensor | None) -> Tensor:
     return expand_scale(decode_scale(part.scale_bytes), part.shape, part.block, offsets, 0).expand(part.shape)
 
 
+def _instruction(u: Tensor, v: Tensor, running: Tensor, lost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An instruction's products ``u * v`` (FP64 ``[S, TERMS]``) added to ``running``: they, the sum, and ``lost`` with what is cut off as
+    they are aligned; how the sum itself is rounded is the caller's."""
+    terms = u * v
+    powers = torch.where(terms == 0, 0.0, _power(u.abs().clamp(min=SMALLEST)) * _power(v.abs().clamp(min=SMALLEST)))
+    before = running.abs() + lost
+    unit = torch.maximum(powers.amax(dim=1), _power(before)) * 2.0**-PLACES
+    return terms, running + terms.sum(dim=1), lost + unit * ((terms != 0).sum(dim=1) + (before != 0))
+
+
 def _bound(chunk: int, together: bool, x: MXTensor, parts: list[MXTensor], scales: list[Tensor], rows: Tensor, columns: Tensor) -> Tensor:
     """:func:`sum_error` of ``rows`` and ``columns``. ``parts``: of w, in the order in which they are added up, ``together`` in one sum."""
     a = x.codes[rows].view(torch.float8_e4m3fn).double()
@@ -75,13 +85,7 @@ def _bound(chunk: int, together: bool, x: MXTensor, parts: list[MXTensor], scale
             if not together:
                 running, lost = torch.zeros_like(running), torch.zeros_like(lost)
             for k in range(first, min(first + chunk, contracted), TERMS):
-                u, v = a[:, k : k + TERMS], b[:, k : k + TERMS]
-                terms = u * v
-                powers = torch.where(terms == 0, 0.0, _power(u.abs().clamp(min=SMALLEST)) * _power(v.abs().clamp(min=SMALLEST)))
-                before = running.abs() + lost
-                unit = torch.maximum(powers.amax(dim=1), _power(before)) * 2.0**-PLACES
-                running = running + terms.sum(dim=1)
-                lost = lost + unit * ((terms != 0).sum(dim=1) + (before != 0))
+                terms, running, lost = _instruction(a[:, k : k + TERMS], b[:, k : k + TERMS], running, lost)
                 lost = lost + _power(running.abs() + lost) * 2.0**-PLACES
                 magnitude = magnitude + terms.abs().sum(dim=1) * factor
             if not together or p == len(parts) - 1:
@@ -97,13 +101,7 @@ def _narrow_bound(stage: int, x: MXTensor, parts: list[MXTensor], scales: list[T
     for first in range(0, a.shape[1], stage):
         for part in b:
             for k in range(first, min(first + stage, a.shape[1]), TERMS):
-                u, v = a[:, k : k + TERMS], part[:, k : k + TERMS]
-                terms = u * v
-                powers = torch.where(terms == 0, 0.0, _power(u.abs().clamp(min=SMALLEST)) * _power(v.abs().clamp(min=SMALLEST)))
-                before = running.abs() + lost
-                unit = torch.maximum(powers.amax(dim=1), _power(before)) * 2.0**-PLACES
-                running = running + terms.sum(dim=1)
-                lost = lost + unit * ((terms != 0).sum(dim=1) + (before != 0))
+                _, running, lost = _instruction(a[:, k : k + TERMS], part[:, k : k + TERMS], running, lost)
                 lost = lost + _power(running.abs() + lost).clamp(min=2.0**-14) * 2.0**-11
     return lost * (scales[0][rows, 0].double() * scales[1][columns, 0].double())
 
