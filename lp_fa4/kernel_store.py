@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ _log = logging.getLogger("lp_fa4")
 
 
 def source_digest(*packages: str) -> str:
-    """SHA-256 of the Python sources of imported packages, in hexadecimal; some 10 ms."""
+    """SHA-256 of the Python sources of packages, in hexadecimal; some 10 ms."""
     digest = hashlib.sha256()
     for package in packages:
-        for root in sys.modules[package].__path__:
+        for root in import_module(package).__path__:
             for source in sorted(Path(root).rglob("*.py")):
                 text = source.read_bytes()
                 digest.update(f"{package}/{source.relative_to(root).as_posix()}:{len(text)}:".encode() + text)

@@ -15,7 +15,7 @@ from lp_fa4.kernel_store import source_digest
 
 _PROJECTIONS = ("auto", "bf16", "e4m3x2", "e4m3")
 _SCALES = ("auto", "square", "token", "static")
-_SOURCES = source_digest("lp_fa4", "modules")
+_SOURCES = source_digest("fused_ops", "lp_fa4", "modules")
 """Stands in every ``key``, so in every trace: PyTorch keeps compiled graphs on disk by their text, and one traced with another version of
 the operators has other sizes of workspaces in it."""
 
