@@ -40,7 +40,7 @@ def bytes_of(tokens: int, columns: int, sequences: int) -> dict[str, float]:
 
 @lru_cache(maxsize=1)
 def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """RMSNorm backward as one would write it, compiled once for any number of rows."""
+    """RMSNorm backward as one would write it, compiled for each shape: one kernel for any width is slower than a width's own."""
 
     def norm(dxn: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         xhat, d = x.float() * rstd[:, None], dxn.float()
@@ -48,7 +48,7 @@ def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         dx = rstd[:, None] * (scaled - xhat * (scaled * xhat).mean(dim=1, keepdim=True))
         return dx.to(torch.bfloat16), (d * xhat).sum(0)
 
-    return torch.compile(norm, dynamic=True)
+    return torch.compile(norm, dynamic=False)
 
 
 def backward_work(tokens: int, columns: int, device: torch.device) -> Work:
