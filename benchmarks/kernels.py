@@ -85,6 +85,7 @@ SHAPES = {
         Shape("pma_8192", 384, 3, 512, 8192),
         Shape("pma_16384_jagged", 384, 3, 512, 16384, jagged=True),
         Shape("pma_16384", 384, 3, 512, 16384),
+        Shape("pma_16384_jagged_768", 768, 3, 512, 16384, jagged=True),
         Shape("llm_8192", 4, 16, 8192, 8192, shared=False),
         Shape("llm_8192_causal", 4, 16, 8192, 8192, shared=False, causal=True),
         Shape("few_queries", 1, 16, 8, 16384),
@@ -103,7 +104,8 @@ class KernelsConfig:
         help="names of benchmarks.kernels_fused.all_works(): producers and consumers of the operands",
         factory=lambda: ["norm-static-384-1.5", "backward-384-1.5"],
     )
-    backward: bool = setting(True, help="also time the backward and the whole training call")
+    forward: bool = setting(True, help="time the forward")
+    backward: bool = setting(True, help="time the backward and the whole training call")
     rounds: int = setting(12, help="timed rounds, burst")
     pause: float = setting(0.005, help="seconds before a burst launch")
     sustained: float = setting(0.4, help="seconds back to back per variant; 0 for burst only")
@@ -323,7 +325,7 @@ def main(argv: Sequence[str]) -> int:
         run_backward(config, {name: SHAPES[name] for name in config.shapes}, device)
     start, results, table = time.monotonic(), [], []
     path = config.out / "forward.json"
-    for name in config.shapes:
+    for name in config.shapes if config.forward else ():
         if config.seconds and time.monotonic() - start > config.seconds:
             say(f"{name}: not started, {config.seconds:g} s are over")
             continue
@@ -358,12 +360,14 @@ def main(argv: Sequence[str]) -> int:
         del variants
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
-    print(format_table(["shape", "variant", "burst ms", "burst TFLOP/s", "sustained TFLOP/s", "share of limit (burst)"], table))
+    if table:
+        print(format_table(["shape", "variant", "burst ms", "burst TFLOP/s", "sustained TFLOP/s", "share of limit (burst)"], table))
+        print(f"\nwritten: {path}")
     rows: list[dict] = []
     for made in run_works(config.works, config.rounds, device):
         rows += made
         write_record(config.out / "fused.json", "kernels", config, rows, device)
     if rows:
         print(works_table(rows))
-    print(f"\nwritten: {path}{' and fused.json' if rows else ''}")
+        print(f"\nwritten: {config.out / 'fused.json'}")
     return 0

@@ -51,9 +51,12 @@ def test_runs_as_a_module():
 
 
 def test_the_shipped_configurations_load():
-    from benchmarks import config, train
+    from benchmarks import config, kernels, train
 
     files = sorted((ROOT / "configs").glob("train_*.yaml"))
     assert files
     for file in files:
         assert config.load(train.TrainConfig, file).precisions == ("bf16", "mxfp8")
+    for part, other in (("forward", "backward"), ("backward", "forward")):
+        chosen = config.load(kernels.KernelsConfig, ROOT / "configs" / f"kernels_{part}.yaml")
+        assert getattr(chosen, part) and not getattr(chosen, other) and set(chosen.shapes) <= set(kernels.SHAPES)
