@@ -33,6 +33,7 @@ __all__ = [
     "compile_count",
     "dtype_name",
     "fake",
+    "fake_offsets",
     "kernel_cache",
     "launch",
     "multiprocessors",
@@ -161,6 +162,11 @@ def fake(dtype: str, shape: tuple[Any, ...], *, align: int = 16, compact: bool =
         step = max(1, align * 8 // kind.width)
         stride = (*(cute.sym_int64(divisibility=step) for _ in shape[:-1]), 1)
     return cute.runtime.make_fake_tensor(kind, shape, stride=stride, assumed_align=align)
+
+
+def fake_offsets(dtype: str | None) -> Any:
+    """Describe offsets ``[B + 1]`` of a jagged dimension, "int32" or "int64"; None, for none, stays None."""
+    return None if dtype is None else fake(dtype, (symbol(),), align=4 if dtype == "int32" else 8)
 
 
 def build(arch: str, function: Any, *arguments: Any) -> Any:

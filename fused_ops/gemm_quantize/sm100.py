@@ -35,7 +35,7 @@ from fused_ops.scale_layout.interface import sf_shape
 from fused_ops.scale_layout.kernel import WORDS, scatter_scales
 from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm100.atoms import F8, ONE, SF, SF_BYTES, copy_scales, load_scales, multiply, sides_of_copy
@@ -329,7 +329,7 @@ def _compile_blackwell_gemm(arch: str, offsets_dtype: str | None, spec: Blackwel
         atoms(),
         atoms(),
         atoms() if pair else None,
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("uint8", (1, spec.columns // spec.width), align=1, compact=True) if spec.static else None,
         fake("uint8", (tokens, spec.columns), compact=True),
         None if spec.static else fake("uint8", (symbol(), spec.columns // spec.width), align=1, compact=True),

@@ -20,7 +20,7 @@ from lp_fa4.common.scatter_scales import (
     scatter_scales,
 )
 from lp_fa4.common.sequence import find_sequence, region_groups
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.mx import GROUP, SF_TILE, scale_rows
 
 __all__ = ["WORDS", "ScatterSpec", "_compile_scatter_scales", "atom_source", "gather_scales", "scatter_scales"]
@@ -69,7 +69,7 @@ def _compile_gather_scales(arch: str, offsets_dtype: str | None, axis: int, dens
         arch,
         GatherScales(axis, dense),
         fake("uint8", (symbol(), symbol(), 4 * WORDS), compact=True),
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("uint8", (symbol(), symbol()), align=1, compact=True),
         Int32(1),
     )

@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from lp_fa4.common.backward_rows import fake_offsets, first_unit, query_unit
-from lp_fa4.compile import build, fake, symbol
+from lp_fa4.common.backward_rows import first_unit, query_unit
+from lp_fa4.compile import build, fake, fake_offsets, symbol
 
 THREADS = 256
 

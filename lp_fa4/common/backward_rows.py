@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, const_expr
 
 from lp_fa4.common.numbers import bits_of, log2
 from lp_fa4.common.sequence import find_sequence
-from lp_fa4.compile import fake, symbol
+from lp_fa4.compile import fake
 
 
 class QueryUnit(NamedTuple):
@@ -77,11 +77,6 @@ def power_of_sums(head_dim: int, softmax_scale, largest, exponents, norms: bool 
     rows = 8 if norms else int(math.log2(head_dim))
     bound = 1 + above(bits_of(softmax_scale)) + rows + above(largest) + exponents + 2 * 9
     return cutlass.max(cutlass.min(15 - bound, 100), -100)
-
-
-def fake_offsets(offsets_dtype: str) -> Any:
-    """Description of offsets ``[B + 1]``."""
-    return fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)
 
 
 def fake_results(heads: Any, rows: Any, head_dim: int, out_fp32: bool, has_dlse: bool) -> list[Any]:

@@ -13,7 +13,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from lp_fa4.common.sequence import find_sequence
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.mx import GROUP, SF_TILE
 
 THREADS = 128
@@ -90,7 +90,7 @@ def _compile_scatter_scales(arch: str, offsets_dtype: str | None, spec: ScatterS
         arch,
         ScatterScales(spec),
         fake("uint8", (symbol(), symbol()), align=1),
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("int32", (symbol(), symbol(), WORDS), compact=True),
         Int32(1),
         Int32(1),

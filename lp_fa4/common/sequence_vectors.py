@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lp_fa4.common.rows import eight, wide, words_of
 from lp_fa4.common.sequence import TILE
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 
 SAMPLES = 64
 """Rows that a mean is taken over: any vector near the mean serves (softmax and the output are corrected exactly), so a
@@ -131,7 +131,7 @@ def _compile_means(arch: str, offsets_dtype: str, head_dim: int, *dtypes: str):
         arch,
         SampleMeans(head_dim, dtypes),
         tuple(fake(dtype, (symbol(), heads, head_dim)) for dtype in dtypes),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         tuple(fake("float32", (batch, heads, head_dim), compact=True) for _ in dtypes),
     )
 
@@ -143,7 +143,7 @@ def _compile_sum(arch: str, offsets_dtype: str, head_dim: int):
         arch,
         SumTiles(head_dim),
         fake("float32", (symbol(), heads, head_dim), compact=True),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("float32", (symbol(), heads, head_dim), compact=True),
     )
 

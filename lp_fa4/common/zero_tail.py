@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 
 THREADS, CTAS = 256, 128
 
@@ -35,4 +35,4 @@ def compile_zero_tail(arch: str, offsets_dtype: str):
     become 0; offsets ``[B + 1]``."""
     rows, width = symbol(), symbol(16)
     pair = [fake("uint8", (rows, width), compact=True) for _ in range(2)]
-    return build(arch, ZeroTail(), *pair, fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8))
+    return build(arch, ZeroTail(), *pair, fake_offsets(offsets_dtype))

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 
 from lp_fa4.common.numbers import e4m3x4_to_float, scale_of_byte
 from lp_fa4.common.sequence import find_sequence
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 
 WARPS = 4
 COLUMNS = 16
@@ -70,6 +70,6 @@ def compile_norms(arch: str, head_dim: int, offsets_dtype: str):
         ValueNorms(head_dim),
         fake("uint8", (symbol(), heads, head_dim), align=16),
         fake("uint8", (symbol(), heads), align=1, stride=(symbol(), symbol())),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("float32", (groups, heads), compact=True),
     )

@@ -20,9 +20,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from lp_fa4.common.backward_rows import eight_columns, fake_offsets, fake_results, power_of_sums, query_unit, statistics
+from lp_fa4.common.backward_rows import eight_columns, fake_results, power_of_sums, query_unit, statistics
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, e4m3x4, e4m3x4_to_float, effect, float_of, inverse_of_byte, scale_of_byte
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 from lp_fa4.sm100.atoms import SF_BYTES
 from lp_fa4.sm100.backward_config import BLOCK_FACTORS, STAT_POWER, TILE, PrepassSpec, stat_values
 

@@ -29,7 +29,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from lp_fa4.common.backward_rows import fake_offsets, fake_results, first_unit, power_of_sums, query_unit, statistics
+from lp_fa4.common.backward_rows import fake_results, first_unit, power_of_sums, query_unit, statistics
 from lp_fa4.common.numbers import (
     absolute,
     bits_of,
@@ -42,7 +42,7 @@ from lp_fa4.common.numbers import (
     scale_of_byte,
 )
 from lp_fa4.common.rows import wide
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 from lp_fa4.mx.quantize import ROW_SUM
 from lp_fa4.sm90.backward_layout import (
     CHUNK,

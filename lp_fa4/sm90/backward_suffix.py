@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 from lp_fa4.sm90.backward_layout import QUERY_TILE
 
 AHEAD = 8
@@ -60,7 +60,7 @@ def compile_suffix(arch: str, head_dim: int, jagged: bool, offsets_dtype: str):
         arch,
         Suffix(head_dim, jagged),
         fake("float32", (symbol(), symbol(), head_dim), compact=True),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         Int32(1),
         Int32(1),
     )

@@ -13,7 +13,7 @@ from cutlass import Int32, Uint32
 
 from lp_fa4.common.numbers import e4m3x4, e4m3x4_to_float, exp2
 from lp_fa4.common.sequence import TILE, find_sequence, region_groups
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.mx import MXTensor
 from lp_fa4.sm90.tile_transpose import THREADS, load16, store16
 
@@ -103,7 +103,7 @@ def _compile_recode(arch: str, offsets_dtype: str, head_dim: int, static: bool):
         Recode(head_dim, static),
         fake("uint8", (tokens, heads, head_dim)),
         fake("uint8", (rows, heads, head_dim // 32), align=1),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("uint8", (tokens, heads, head_dim)),
         fake("uint8", (rows, heads, 1), align=1),
     )
