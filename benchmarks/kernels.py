@@ -292,15 +292,7 @@ def variants_of(shape: Shape, device: torch.device, baselines: Sequence[str]) ->
                 return flash_attn_func(q, k, v, causal=shape.causal, backend="sm90")
 
         variants["lp_fa4 drop-in, BF16 in"] = drop_in
-    for name in baselines:
-        try:
-            call = getattr(kernels_baselines, name)(shape, device)
-            call()
-            torch.cuda.synchronize(device)
-            variants[name] = call
-        except Exception as error:  # a baseline may be absent or refuse the shape; that is a result
-            notes[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            say(f"{shape.name}: {name} refused: {notes[name][:120]}")
+    variants |= kernels_baselines.served(kernels_baselines, baselines, shape, device, notes)
     return variants, notes
 
 

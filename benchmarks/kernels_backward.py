@@ -93,7 +93,7 @@ def verify(shape: Any, device: torch.device, grads: str, dq_dtype: str) -> dict[
 
 def backward_calls(shape: Any, device: torch.device, baselines: list[str], notes: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Name to call; fills ``notes`` with errors and with what a baseline refused."""
-    from benchmarks import kernels_backward_baselines
+    from benchmarks import kernels_backward_baselines, kernels_baselines
     from lp_fa4.sm90.backward_host import backward
 
     calls: dict[str, Callable[[], Any]] = {}
@@ -104,16 +104,7 @@ def backward_calls(shape: Any, device: torch.device, baselines: list[str], notes
         notes[name] = verify(shape, device, grads, dq_dtype)
         other = dataclasses.replace(p, config=p.config.with_(grad_format=grads, dq_dtype=getattr(torch, dq_dtype)))
         calls[name] = lambda other=other: backward(other, result, dout)  # type: ignore[misc]
-    for name in baselines:
-        try:
-            call = getattr(kernels_backward_baselines, name)(shape, device)
-            call()
-            torch.cuda.synchronize(device)
-            calls[name] = call
-        except Exception as error:  # a baseline may be absent or refuse the shape; that is a result
-            notes[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            say(f"{shape.name}: {name} refused: {notes[name][:120]}")
-    return calls
+    return calls | kernels_baselines.served(kernels_backward_baselines, baselines, shape, device, notes)
 
 
 def training_calls(shape: Any, device: torch.device) -> dict[str, Callable[[], Any]]:

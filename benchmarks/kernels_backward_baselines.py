@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels_baselines import graph_input
+from benchmarks.kernels_baselines import graph_call, graph_input
 
 FP8 = torch.float8_e4m3fn
 
@@ -97,10 +97,4 @@ def cudnn_fp8(shape: Any, device: torch.device) -> Callable[[], Any]:
     for tensor in tops:
         tensor.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(kinds.FLOAT)
         bound[tensor] = torch.zeros(1, 1, 1, 1, device=device)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    workspace = torch.empty(max(int(graph.get_workspace_size()), 256), device=device, dtype=torch.uint8)
-    return lambda: graph.execute(bound, workspace, handle=handle)
+    return graph_call(graph, bound, handle, device)

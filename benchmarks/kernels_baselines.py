@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from benchmarks.harness import say
 
 FP8 = torch.float8_e4m3fn
 
@@ -23,6 +26,36 @@ def graph_input(
     tensor = graph.tensor(dim=dims, stride=strides, data_type=kind, name=name)
     bound[tensor] = value
     return tensor
+
+
+def graph_call(graph: Any, bound: dict[Any, torch.Tensor], handle: Any, device: torch.device) -> Callable[[], Any]:
+    """The finished graph as a call; raises what cuDNN raises for a graph that it does not support."""
+    import cudnn
+
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(max(int(graph.get_workspace_size()), 256), device=device, dtype=torch.uint8)
+    return lambda: graph.execute(bound, workspace, handle=handle)
+
+
+def served(
+    library: ModuleType, names: Sequence[str], shape: Any, device: torch.device, notes: dict[str, Any]
+) -> dict[str, Callable[[], Any]]:
+    """Calls of the functions ``names`` of ``library`` that serve the shape; what the others said goes into ``notes``."""
+    calls = {}
+    for name in names:
+        try:
+            call = getattr(library, name)(shape, device)
+            call()
+            torch.cuda.synchronize(device)
+            calls[name] = call
+        except Exception as error:  # a baseline may be absent or refuse the shape; that is a result
+            notes[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            say(f"{shape.name}: {name} refused: {notes[name][:120]}")
+    return calls
 
 
 def flash_attn_4(shape: Any, device: torch.device) -> Callable[[], Any]:
@@ -115,10 +148,4 @@ def cudnn_fp8(shape: Any, device: torch.device) -> Callable[[], Any]:
     for tensor in (amax_s, amax_o):
         tensor.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(kinds.FLOAT)
         bound[tensor] = torch.zeros(1, 1, 1, 1, device=device)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    workspace = torch.empty(max(int(graph.get_workspace_size()), 256), device=device, dtype=torch.uint8)
-    return lambda: graph.execute(bound, workspace, handle=handle)
+    return graph_call(graph, bound, handle, device)

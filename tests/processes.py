@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,12 @@ def answer(process: subprocess.Popen, seconds: float = 280) -> Any:
     text, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0
     return json.loads(text.splitlines()[-1])
+
+
+def lines(module: str, *arguments: str) -> list[dict]:
+    """JSON objects that ``python -m module`` prints, one a line."""
+    process = [sys.executable, "-m", module, *arguments]
+    env = environment(OPENBLAS_NUM_THREADS="1")
+    done = subprocess.run(process, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -42,6 +42,13 @@ def compare(a, b):
         same_bits(x, y, what)
 
 
+def others_are_as_before(after, before, victim):
+    """Every sequence but one."""
+    for b in range(len(LENGTHS)):
+        if b != victim:
+            compare(after[b], before[b])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("change", ["scale", "nan", "inf", "-inf"])
 @pytest.mark.parametrize("victim", range(len(LENGTHS)))
@@ -57,9 +64,7 @@ def test_a_neighbour_changes_nothing(change, victim, causal):
         k[k.shape[0] // 2, 0, 3] = v[0, 1, 7] = float(change)
     changed[victim] = q, k, v, dout
     after = drop_in(changed, causal)
-    for b in range(len(LENGTHS)):
-        if b != victim:
-            compare(after[b], before[b])
+    others_are_as_before(after, before, victim)
     if change != "scale":
         visible = after[victim][0][-1]  # the last row sees every key, causal or not
         assert torch.isnan(visible[0]).all() and torch.isnan(visible[1]).any(), "the sequence itself must show it"
@@ -71,9 +76,7 @@ def test_non_finite_queries_stay_in_their_rows():
     before = drop_in(parts)
     parts[3][0][2, 0, 0] = torch.nan
     after = drop_in(parts)
-    for b in range(len(LENGTHS)):
-        if b != 3:
-            compare(after[b], before[b])
+    others_are_as_before(after, before, 3)
     assert torch.isnan(after[3][0][2, 0]).all() and torch.isnan(after[3][3][:, 0]).any()
     same_bits(after[3][0][:, 1], before[3][0][:, 1], "the other head")
 
@@ -83,9 +86,7 @@ def test_non_finite_dout_stays_in_its_sequence():
     before = drop_in(parts)
     parts[1][3][0, 0, 0] = torch.inf
     after = drop_in(parts)
-    for b in range(len(LENGTHS)):
-        if b != 1:
-            compare(after[b], before[b])
+    others_are_as_before(after, before, 1)
     assert torch.isnan(after[1][4][:, 0]).any()
 
 

@@ -81,14 +81,21 @@ class GlobalMemory:
         self._starts = [lo for lo, _ in merged]
         self._last = (0, 0)
 
+    def _holds(self, lo: int, hi: int) -> bool:
+        """Whether ``[lo, hi)`` lies in one extent; that one is asked first the next time."""
+        if self._last[0] <= lo and hi <= self._last[1]:
+            return True
+        i = bisect_right(self._starts, lo) - 1
+        found = i >= 0 and hi <= self.extents[i][1]
+        if found:
+            self._last = self.extents[i]
+        return found
+
     def check_range(self, lo: int, hi: int, what: Any) -> None:
         """Raise unless ``[lo, hi)`` lies in one extent. ``what`` is called for the message's origin."""
-        if self._last[0] <= lo and hi <= self._last[1]:
+        if self._holds(lo, hi):
             return
         i = bisect_right(self._starts, lo) - 1
-        if i >= 0 and hi <= self.extents[i][1]:
-            self._last = self.extents[i]
-            return
         near = f"; nearest tensor [{self.extents[i][0]:#x}, {self.extents[i][1]:#x})" if i >= 0 else ""
         raise MemoryFaultError(f"global access [{lo:#x}, {hi:#x}) is outside every tensor of the call{near}; {what()}")
 
@@ -97,11 +104,7 @@ class GlobalMemory:
         if not a.size:
             return
         lo, hi = int(_min(a, None)), int(_max(a, None)) + n
-        if self._last[0] <= lo and hi <= self._last[1]:
-            return
-        i = bisect_right(self._starts, lo) - 1
-        if i >= 0 and hi <= self.extents[i][1]:
-            self._last = self.extents[i]
+        if self._holds(lo, hi):
             return
         for x in np.unique(a):
             self.check_range(int(x), int(x) + n, what)

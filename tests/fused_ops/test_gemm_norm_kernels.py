@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests.emulator.worker import Worker
-from tests.sm100.test_compiled import lines
+from tests.processes import lines
 
 SCHEDULES = int(os.environ.get("EMULATOR_SCHEDULES", "1"))
 LENGTHS = [0, 1, 33, 0, 70, 0]

@@ -3,7 +3,7 @@ threads or one of 512 on a multiprocessor (coordinates: one of 256, a head, alon
 
 import pytest
 
-from tests.sm100.test_compiled import lines
+from tests.processes import lines
 
 NAMES = {
     "sm_90a": (),

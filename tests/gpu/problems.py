@@ -162,3 +162,19 @@ def check(p: AttentionProblem, result: ForwardResult, *, lse_tolerance: float = 
     assert bool((result.row_sum[finite] >= 0.99).all()), "row_sum is taken against a maximum that no score attains"
     assert bool((result.row_sum[~finite] == 0).all())
     return dict(out=ours, reference=theirs, lse=worst)
+
+
+def rows_of_kind(kind: str, tokens: int, used: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows for norms, NaN past ``used``: "spread" (sizes 2^±20), "random", "outlier" (some elements 2^10 larger), "not finite"."""
+    from tests.fused_ops.kernel_cases import values
+
+    x = values(tokens, columns, dtype, used, tokens, str(DEVICE))
+    if kind != "spread":
+        x[:used] = torch.randn(used, columns, device=DEVICE) + 0.25
+    pick = torch.rand(x.shape, device=DEVICE)
+    if kind == "outlier":
+        x[pick < 1e-3] *= 1024.0
+    if kind == "not finite":
+        for i, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
+            x[:used][(pick[:used] > 3e-4 * i) & (pick[:used] < 3e-4 * i + 1e-4)] = bad
+    return x

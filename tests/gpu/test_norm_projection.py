@@ -10,8 +10,8 @@ from fused_ops import gemm_quantize, projection_weight, rmsnorm_center_quantize,
 from fused_ops.gemm_quantize.interface import projection_exponent
 from fused_ops.norm_projection.kernel import norm_projection
 from fused_ops.rmsnorm_quantize.interface import norm_exponent
-from tests.fused_ops.kernel_cases import EPS, check_norm_projection, in_halves, values
-from tests.gpu.problems import DEVICE, offsets_of, poison
+from tests.fused_ops.kernel_cases import EPS, check_norm_projection, in_halves
+from tests.gpu.problems import DEVICE, offsets_of, poison, rows_of_kind
 
 pytestmark = pytest.mark.gpu
 
@@ -26,15 +26,7 @@ SHAPES = [(64, 64), (128, 320), (192, 192), (256, 384), (320, 64), (384, 384), (
 
 def operands(tokens, used, contracted, columns, kind="spread", dtype=torch.bfloat16):
     """x with NaN past ``used``, gain, BF16 w."""
-    x = values(tokens, contracted, dtype, used, tokens, str(DEVICE))
-    if kind != "spread":
-        x[:used] = torch.randn(used, contracted, device=DEVICE) + 0.25
-    pick = torch.rand(x.shape, device=DEVICE)
-    if kind == "outlier":
-        x[pick < 1e-3] *= 1024.0
-    if kind == "not finite":
-        for i, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
-            x[:used][(pick[:used] > 3e-4 * i) & (pick[:used] < 3e-4 * i + 1e-4)] = bad
+    x = rows_of_kind(kind, tokens, used, contracted, dtype)
     return x, torch.rand(contracted, device=DEVICE) + 0.5, torch.randn(columns, contracted, device=DEVICE).bfloat16()
 
 

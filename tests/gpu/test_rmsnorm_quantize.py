@@ -6,7 +6,7 @@ import torch
 from fused_ops import gather_scales, rmsnorm_center_quantize, rmsnorm_center_scatter, rmsnorm_quantize, scatter_scales
 from fused_ops.rmsnorm_quantize.interface import norm_exponent
 from lp_fa4.mx import MXTensor
-from tests.gpu.problems import DEVICE, offsets_of, poison
+from tests.gpu.problems import DEVICE, offsets_of, poison, rows_of_kind
 
 pytestmark = pytest.mark.gpu
 
@@ -36,22 +36,6 @@ def test_bits_of_the_definition(dtype, columns, block):
         check_norm(x, weight, offsets, block, exponent, center, keep, got)
 
 
-def rows_of_kind(kind, tokens, columns):
-    """BF16 ``[tokens + 40, columns]``, the last 40 NaN."""
-    from tests.fused_ops.kernel_cases import values
-
-    x = values(tokens + 40, columns, torch.bfloat16, tokens, tokens, str(DEVICE))
-    if kind != "spread":
-        x[:tokens] = torch.randn(tokens, columns, device=DEVICE) + 0.25
-    pick = torch.rand(x.shape, device=DEVICE)
-    if kind == "outlier":
-        x[pick < 1e-3] *= 1024.0
-    if kind == "not finite":
-        for i, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
-            x[:tokens][(pick[:tokens] > 3e-4 * i) & (pick[:tokens] < 3e-4 * i + 1e-4)] = bad
-    return x
-
-
 @pytest.mark.parametrize("columns", [128, 384, 512, 1024])
 @pytest.mark.parametrize("tokens", [0, 1, 31, 33, 4095])
 def test_bits_at_every_size(tokens, columns):
@@ -61,7 +45,7 @@ def test_bits_at_every_size(tokens, columns):
     weight = torch.rand(columns, device=DEVICE) + 0.5
     offsets = offsets_of([tokens] if tokens < 4095 else [0, 4095 - 640, 0, 512, 127, 1, 0])
     for kind in ("random", "outlier", "spread", "not finite"):
-        x = rows_of_kind(kind, tokens, columns)
+        x = rows_of_kind(kind, tokens + 40, tokens, columns)
         for block, center, heads in (((32, 32), False, 0), ((0, 128), True, columns // 128), ((32, 128), True, 0)):
             exponent = norm_exponent(weight, block[1], centred=center) if block[0] == 0 else None
             poison(4)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.sm100.test_compiled import SHARED_LIMIT, lines
+from tests.processes import lines
+from tests.sm100.test_compiled import SHARED_LIMIT
 
 
 @pytest.mark.parametrize("arch, names", [("sm_100a", ("module",)), ("sm_103a", ("full",))])

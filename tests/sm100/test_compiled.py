@@ -1,27 +1,11 @@
 """What the assembler made of the forward, for both targets (each in a process of its own)."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from lp_fa4.sm100.config import ForwardSpec, forward_tuning
+from tests.processes import lines
 
-ROOT = Path(__file__).parents[2]
 SHARED_LIMIT = 227 * 1024
-
-
-def lines(module: str, *arguments: str) -> list[dict]:
-    """JSON lines that ``python -m module`` prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("arch, names", [("sm_100a", ("full_drawn",)), ("sm_103a", ("module", "folded"))])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.sm100.test_compiled import lines
+from tests.processes import lines
 
 pytestmark = pytest.mark.emulator
 

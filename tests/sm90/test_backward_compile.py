@@ -6,13 +6,13 @@ where it cannot follow the group (C7512, C7514). The SASS tells: a wait for ever
 
 import itertools
 import json
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("cutlass", reason="the kernel stack is an optional dependency")
 pytest.importorskip("triton", reason="its package carries the disassembler")
+
+from tests.processes import lines
 
 WAITS = 9
 """Waits in the source: two in each of the two kinds of step (three with FP16 sums), one at a segment's end, two for each half of dQ (for
@@ -50,10 +50,7 @@ VARIANTS = [
 
 
 def test_no_spill_and_no_serialized_wgmma(tmp_path):
-    command = [sys.executable, "-m", "tests.sm90.backward_report", str(tmp_path), json.dumps(VARIANTS)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    reports = lines("tests.sm90.backward_report", str(tmp_path), json.dumps(VARIANTS))
     assert [r["variant"] for r in reports] == VARIANTS
     for r in reports:
         assert r["stack"] == 0 and r["local"] == 0, r

@@ -5,8 +5,6 @@ no message shows), no byte permutes between the scores and the FP8 operand, one 
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel stack is an optional dependenc
 pytest.importorskip("triton", reason="its package carries the disassembler")
 
 from lp_fa4.sm90.forward_config import PLAIN_TILES, ForwardSpec, order_of
+from tests.processes import lines
 
 VARIANTS = [
     {"head_dim": 128, "retries": False, "halves": True, "half_sums": True, "together": 2},
@@ -38,10 +37,7 @@ IN_TURN = 32
 
 
 def test_main_loop(tmp_path):
-    command = [sys.executable, "-m", "tests.sm90.forward_report", str(tmp_path), json.dumps(VARIANTS)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    reports = lines("tests.sm90.forward_report", str(tmp_path), json.dumps(VARIANTS))
     assert [r["variant"] for r in reports] == VARIANTS
     for i, r in enumerate(reports):
         steps = r["variant"]["head_dim"] // 32 + 4  # k-steps of Q K and of P V
