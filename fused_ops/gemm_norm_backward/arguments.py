@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fused_ops.gemm_norm_backward.config import Operand
-from lp_fa4.compile import fake, symbol
+from fused_ops.gemm_norm_backward.config import Operand, WeightSpec
+from lp_fa4.compile import fake, fake_offsets, symbol
 
 
 def fake_operand(kind: Operand | None, tokens: Any, columns: int) -> tuple[Any, Any]:
@@ -12,3 +12,14 @@ def fake_operand(kind: Operand | None, tokens: Any, columns: int) -> tuple[Any, 
         return None, None
     matrix = fake("uint8" if kind.mx else "bfloat16", (tokens, columns))
     return matrix, fake("uint8", (symbol(), -(-columns // kind.width)), align=1, compact=True) if kind.mx else None
+
+
+def fake_weight_gradient(offsets_dtype: str | None, spec: WeightSpec) -> tuple[Any, ...]:
+    """What a weight's gradient takes, in order:
+
+    dk: uint8 or bf16 ``[T, rows]``; dk_scale: uint8 ``[groups or 1, blocks]`` or None; xn, xn_scale: the same of ``columns``; offsets or
+    None; parts: fp32 ``[splits, rows, columns]``.
+    """
+    tokens = symbol()
+    operands = *fake_operand(spec.dk, tokens, spec.rows), *fake_operand(spec.xn, tokens, spec.columns)
+    return *operands, fake_offsets(offsets_dtype), fake("float32", (symbol(), spec.rows, spec.columns), compact=True)

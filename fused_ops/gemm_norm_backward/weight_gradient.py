@@ -16,7 +16,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
-from fused_ops.gemm_norm_backward.arguments import fake_operand
+from fused_ops.gemm_norm_backward.arguments import fake_weight_gradient
 from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -34,7 +34,7 @@ from fused_ops.gemm_norm_backward.rows import (
 )
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.matrices import load_matrices
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, kernel_cache
 
 AHEAD = 4
 """Steps of tokens that are asked for in L2 before they are loaded."""
@@ -396,17 +396,5 @@ class WeightGradient:
 
 @kernel_cache
 def compile_weight_gradient(arch: str, offsets_dtype: str | None, spec: WeightSpec):
-    """Compile for ``arch``. Arguments at launch, in order:
-
-    dk: uint8 or bf16 ``[T, rows]``; dk_scale: uint8 ``[groups or 1, blocks]`` or None; xn, xn_scale: the same of ``columns``; offsets or
-    None; parts: fp32 ``[splits, rows, columns]``.
-    """
-    tokens = symbol()
-    return build(
-        arch,
-        WeightGradient(spec),
-        *fake_operand(spec.dk, tokens, spec.rows),
-        *fake_operand(spec.xn, tokens, spec.columns),
-        None if spec.dense else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
-        fake("float32", (symbol(), spec.rows, spec.columns), compact=True),
-    )
+    """Compile for ``arch``. Arguments at launch: those of ``fake_weight_gradient``."""
+    return build(arch, WeightGradient(spec), *fake_weight_gradient(None if spec.dense else offsets_dtype, spec))

@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from fused_ops.gemm_norm_backward.arguments import fake_operand
+from fused_ops.gemm_norm_backward.arguments import fake_weight_gradient
 from fused_ops.gemm_norm_backward.config import STAGES, TILE, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -43,7 +43,7 @@ from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.common.numbers import float_of, inline_ptx, prmt, scale_of_byte
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, kernel_cache
 
 HEAD = 6
 """The largest codes of a run are multiplied by 2^6: 448 becomes 28,672 of FP16's 65,504."""
@@ -620,17 +620,5 @@ def advance(ring: cute.Tensor, at: cutlass.Constexpr, count: cutlass.Constexpr):
 
 @kernel_cache
 def compile_weight_gradient_of_codes(arch: str, offsets_dtype: str | None, spec: WeightSpec):
-    """Compile for ``arch``. Arguments at launch, in order:
-
-    dk: uint8 ``[T, rows]``; dk_scale: uint8 ``[groups or 1, blocks]``; xn, xn_scale: the same of ``columns``; offsets or None; parts: fp32
-    ``[splits, rows, columns]``.
-    """
-    tokens = symbol()
-    return build(
-        arch,
-        WeightGradientOfCodes(spec),
-        *fake_operand(spec.dk, tokens, spec.rows),
-        *fake_operand(spec.xn, tokens, spec.columns),
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
-        fake("float32", (symbol(), spec.rows, spec.columns), compact=True),
-    )
+    """Compile for ``arch``. Arguments at launch: those of ``fake_weight_gradient``."""
+    return build(arch, WeightGradientOfCodes(spec), *fake_weight_gradient(offsets_dtype, spec))

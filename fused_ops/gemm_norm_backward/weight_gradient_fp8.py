@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from fused_ops.gemm_norm_backward.arguments import fake_operand
+from fused_ops.gemm_norm_backward.arguments import fake_weight_gradient
 from fused_ops.gemm_norm_backward.config import FP8_SLOTS, FP8_STEP, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
@@ -39,7 +39,7 @@ from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.common.numbers import bits_of, effect, float_of, inline_ptx, prmt, scale_of_byte, warp_max
 from lp_fa4.common.rows import fma
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, kernel_cache
 from lp_fa4.sm90.wgmma import low_half, product
 
 BOX = FP8_STEP * 64
@@ -468,13 +468,5 @@ def rounded(codes, first, second):
 
 @kernel_cache
 def compile_weight_gradient_fp8(arch: str, offsets_dtype: str | None, spec: WeightSpec):
-    """Compile for ``arch``. Arguments at launch: those of ``compile_weight_gradient_of_codes``."""
-    tokens = symbol()
-    return build(
-        arch,
-        WeightGradientFp8(spec),
-        *fake_operand(spec.dk, tokens, spec.rows),
-        *fake_operand(spec.xn, tokens, spec.columns),
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
-        fake("float32", (symbol(), spec.rows, spec.columns), compact=True),
-    )
+    """Compile for ``arch``. Arguments at launch: those of ``fake_weight_gradient``."""
+    return build(arch, WeightGradientFp8(spec), *fake_weight_gradient(offsets_dtype, spec))

@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_ops.rmsnorm_quantize.arithmetic import half_place, load, load8, mul, row_rstd
 from fused_ops.rmsnorm_quantize.reference import MEAN_ROWS
 from lp_fa4.common.numbers import bits_of, byte_of_amax_bits, float_of, inverse_of_byte, magnitude_max, pinned, warp_max
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -137,20 +137,38 @@ class SampledMean:
         return bound_byte(top, Float32(self.factor))
 
     @cute.jit
+    def some_rows(self, x, places, first: Int32, count: Int32):
+        """A lane's four columns of every slab of a warp's next ``rows`` rows, in registers; zeros past the last row or column."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        raw = cute.make_rmem_tensor((4, self.slabs, self.rows), x.element_type)
+        raw.fill(0)
+        for r in cutlass.range_constexpr(self.rows):
+            i = warp + WARPS * (first + r)
+            if i < count:
+                for k in cutlass.range_constexpr(self.slabs):
+                    if lane + 32 * k < self.columns // 4:
+                        load(x, places[i], 4 * (lane + 32 * k), raw[None, k, r])
+        return raw
+
+    @cute.jit
+    def hand_over(self, totals: cute.Tensor, parts: cute.Tensor):
+        """A lane's sums to ``parts[:, warp]``."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        for k in cutlass.range_constexpr(self.slabs):
+            if lane + 32 * k < self.columns // 4:
+                for j in cutlass.range_constexpr(4):
+                    parts[4 * (lane + 32 * k) + j, warp] = totals[j, k]
+
+    @cute.jit
     def sum_held(self, x, weight, places, factors: cute.Tensor, count: Int32, eps: Float32, parts: cute.Tensor):
         """A warp's rows, every eighth: several at once for their factors, then again, from L1; its sums to ``parts[:, warp]``."""
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         slabs, rows, chunks = self.slabs, self.rows, self.columns // 4
         for first in cutlass.range(0, MEAN_ROWS // WARPS, rows, unroll=1):
-            raw = cute.make_rmem_tensor((4, slabs, rows), x.element_type)
-            raw.fill(0)
-            for r in cutlass.range_constexpr(rows):
-                i = warp + WARPS * (first + r)
-                if i < count:
-                    for k in cutlass.range_constexpr(slabs):
-                        if lane + 32 * k < chunks:
-                            load(x, places[i], 4 * (lane + 32 * k), raw[None, k, r])
+            raw = self.some_rows(x, places, first, count)
             for r in cutlass.range_constexpr(rows):
                 total = Float32(0.0)
                 for k in cutlass.range_constexpr(slabs):
@@ -174,10 +192,7 @@ class SampledMean:
                     load(x, places[i], 4 * (lane + 32 * k), again)
                     for j in cutlass.range_constexpr(4):
                         totals[j, k] = totals[j, k] + mul(mul(again[j].to(Float32), factors[i]), gain[j, k].to(Float32))
-        for k in cutlass.range_constexpr(slabs):
-            if lane + 32 * k < chunks:
-                for j in cutlass.range_constexpr(4):
-                    parts[4 * (lane + 32 * k) + j, warp] = totals[j, k]
+        self.hand_over(totals, parts)
 
     @cute.jit
     def sum_once(self, x, weight, places, count: Int32, eps: Float32, parts: cute.Tensor):
@@ -188,15 +203,7 @@ class SampledMean:
         totals = cute.make_rmem_tensor((4, slabs), Float32)
         totals.fill(0.0)
         for first in cutlass.range(0, MEAN_ROWS // WARPS, rows, unroll=1):
-            raw = cute.make_rmem_tensor((4, slabs, rows), x.element_type)
-            raw.fill(0)
-            words = cute.recast_tensor(raw, Int32)
-            for r in cutlass.range_constexpr(rows):
-                i = warp + WARPS * (first + r)
-                if i < count:
-                    for k in cutlass.range_constexpr(slabs):
-                        if lane + 32 * k < chunks:
-                            load(x, places[i], 4 * (lane + 32 * k), raw[None, k, r])
+            words = cute.recast_tensor(self.some_rows(x, places, first, count), Int32)
             sums = []
             for r in cutlass.range_constexpr(rows):
                 total = Float32(0.0)
@@ -220,10 +227,7 @@ class SampledMean:
                             for h, value in enumerate((float_of(word << 16), float_of(word & Int32(-65536)))):
                                 gained = mul(mul(value, factors[r]), gain[2 * j + h].to(Float32))
                                 totals[2 * j + h, k] = totals[2 * j + h, k] + gained
-        for k in cutlass.range_constexpr(slabs):
-            if lane + 32 * k < chunks:
-                for j in cutlass.range_constexpr(4):
-                    parts[4 * (lane + 32 * k) + j, warp] = totals[j, k]
+        self.hand_over(totals, parts)
 
     @cute.jit
     def sum_twice(self, x, weight, places, factors: cute.Tensor, count: Int32, eps: Float32, parts: cute.Tensor):
@@ -291,7 +295,7 @@ def _compile_norm_mean(
         SampledMean(columns, width, 4 if dtype == "float32" else 2, staged, columns**0.5 * 2 if bounded else 0.0, dtype == "bfloat16"),
         fake(dtype, (symbol(), columns)),
         fake(weight_dtype, (1, columns)),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("uint8", (1, columns // width), align=1, compact=True) if width else None,
         fake("float32", (symbol(), columns), compact=True),
         fake("float32", (symbol(), columns), compact=True) if staged else None,
