@@ -77,7 +77,7 @@ def test_nothing(lengths):
     assert all(bool((x == 0).all()) for x in got)
 
 
-def test_a_million_rows_and_three():
+def test_a_million_rows_and_three(one_at_a_time):
     run([1_000_003 - 50_000 * 7, *[50_000] * 7], *SIZE)
 
 
@@ -106,7 +106,7 @@ def test_strided_and_expanded():
     assert torch.equal(a.dx, b.dx) and torch.equal(a.dw_k, b.dw_k)
 
 
-def test_offsets_past_two_to_the_31():
+def test_offsets_past_two_to_the_31(one_at_a_time):
     """6 M rows of 384: the last rows equal those of a call of their own, and dW is that of the only rows that are not 0."""
     rows, tail = 6_000_000, 4_992
     offsets, own = (torch.tensor(o, device=DEVICE) for o in ([0, rows - tail, rows], [0, tail]))
