@@ -106,6 +106,16 @@ def test_isolation():
             assert torch.isnan(got.dw_k).any() == (change != change)
 
 
+def test_codes_past_the_end_are_not_read():
+    """A buffer's rows past the last offset may hold any byte, NaN too."""
+    a, _, used = problem()
+    want = gemm_norm_backward(**a)
+    for name in ("dk", "dv", "xn"):
+        a[name].codes[used:] = 0x7F
+    for mine, right in zip(gemm_norm_backward(**a), want, strict=True):
+        assert torch.equal(mine, right)
+
+
 def test_empty_groups_write_zeros():
     """A5: the slot of a sequence without tokens is 0, not whatever the memory held."""
     offsets = offsets_of([0, 64, 0, 32, 0])
