@@ -4,7 +4,8 @@ Every shape is checked first (a few rows against FP64), then all variants are ti
 turn, each launch behind a pause on a cool device and behind a queued wait, so that host time does not count; and *sustained*, each
 variant back to back for a while, when power decides the clock. Ratios are between like and like. The result names each variant's
 share of the nearer limit: MMA (FP8 peak), exp2 (16 a clock and multiprocessor) or memory (operands read once, results written once).
-Few queries take some 20 us, of which a launch by itself is a fifth: they are also timed as calls that follow one another in a CUDA graph.
+Few queries take some 20 us, of which a launch by itself is a fifth: they are also timed as calls that follow one another in a CUDA graph,
+and beside kernels that read K and V and do nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,9 @@ CLOCK_HZ = 1.755e9
 """What an H200 holds under these loads; limits are stated at it, not measured."""
 MEMORY_BYTES_PER_SECOND = 4.2e12
 FEW_QUERIES = 64
-"""Shapes of up to so many are also timed in graphs."""
+"""Shapes of up to so many are also timed in graphs, beside kernels that read their operands."""
+READ_ALONE = "K and V read"
+"""Name of those kernels' rows, before their form."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,11 @@ class KernelsConfig:
     out: Path = setting(Path("out/kernels"), help="folder of the JSON record")
 
 
-def time_burst(variants: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, pause: float) -> dict[str, Timing]:
-    """Milliseconds of single launches on a device that rested: variants in turn, the order rotated."""
+def time_burst(
+    variants: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, pause: float, before: Callable[[], Any] = lambda: None
+) -> dict[str, Timing]:
+    """Milliseconds of single launches on a device that rested: variants in turn, the order rotated. ``before``: runs ahead of each, not
+    timed."""
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
@@ -125,6 +132,7 @@ def time_burst(variants: Mapping[str, Callable[[], Any]], device: torch.device, 
             time.sleep(pause)
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(5_000_000)  # some 2.5 ms in which the host queues everything
+            before()
             start.record()
             variants[name]()
             stop.record()
@@ -154,8 +162,11 @@ def time_sustained(variants: Mapping[str, Callable[[], Any]], device: torch.devi
     return result
 
 
-def time_graphs(graphs: Mapping[str, Sequence[Callable[[], Any]]], device: torch.device, replays: int) -> dict[str, Timing]:
-    """Milliseconds a call of calls captured one behind the other in a CUDA graph; graphs in turn, behind a queued wait."""
+def time_graphs(
+    graphs: Mapping[str, Sequence[Callable[[], Any]]], device: torch.device, replays: int, before: Callable[[], Any] | None = None
+) -> dict[str, Timing]:
+    """Milliseconds a call of calls captured one behind the other in a CUDA graph; graphs in turn, behind a queued wait. Ahead of each
+    replay runs, not timed, ``before``, or the graph itself."""
     captured = {}
     for name, calls in graphs.items():
         for call in calls:
@@ -172,6 +183,7 @@ def time_graphs(graphs: Mapping[str, Sequence[Callable[[], Any]]], device: torch
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(device)
             torch.cuda._sleep(100_000)
+            (before or graph.replay)()
             start.record()
             graph.replay()
             stop.record()
@@ -180,17 +192,51 @@ def time_graphs(graphs: Mapping[str, Sequence[Callable[[], Any]]], device: torch
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def few_graphs(shape: Shape, device: torch.device) -> dict[str, Sequence[Callable[[], Any]]]:
-    """For :func:`time_graphs`: one problem over and over, and three in turn, none of whose keys are left in L2 by the call before."""
+def few_calls(problems: Sequence[Any]) -> dict[str, list[Callable[[], Any]]]:
+    """The forward of each problem, V's codes with a copy and alone, and the kernels that read its K and V."""
+    from benchmarks.kernels_read import forms, reader
     from lp_fa4.sm90.forward_host import forward
 
-    problems = [problem_of(shape, device) for _ in range(3)]
-    graphs: dict[str, Sequence[Callable[[], Any]]] = {}
-    for form, chosen in (("", problems), (", V as it is", [without_copy(p) for p in problems])):
-        calls = [functools.partial(forward, p) for p in chosen]
-        graphs[f"lp_fa4 static{form}, 20 calls a graph"] = calls[:1] * 20
-        graphs[f"lp_fa4 static{form}, 21 calls a graph, three problems"] = calls * 7
-    return graphs
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "lp_fa4 static": [functools.partial(forward, p) for p in problems],
+        "lp_fa4 static, V as it is": [functools.partial(forward, without_copy(p)) for p in problems],
+    }
+    sink = torch.zeros(1, dtype=torch.int32, device=problems[0].device)
+    for name, spec in forms().items():
+        calls[f"{READ_ALONE} ({name})"] = [reader(spec, p.k.codes, p.v.codes, sink) for p in problems]
+    return calls
+
+
+def time_few(
+    calls: Mapping[str, Sequence[Callable[[], Any]]], device: torch.device, rounds: int, pause: float
+) -> dict[str, dict[str, Timing]]:
+    """Calls of three problems each, by the manner of calling: one by itself, launched or as a graph, behind a kernel that fills L2 with
+    other bytes (and neighbours take different problems: what L2 still had of one would be a gift to the next); one behind the same; and
+    calls that follow one another, of one problem, and of three in turn, so that none finds its keys in L2."""
+    from benchmarks.kernels_read import EVICTING, reader
+
+    other = torch.zeros(1 << 27, dtype=torch.uint8, device=device)
+    evict = reader(EVICTING, other, other.clone(), torch.zeros(1, dtype=torch.int32, device=device))
+    turns = {name: itertools.cycle([*own[i % 3 :], *own[: i % 3]]) for i, (name, own) in enumerate(calls.items())}
+    cold = {f"{name} {i}": own[(i + j) % 3 :][:1] for i in range(3) for j, (name, own) in enumerate(calls.items())}
+    apart = time_graphs(cold, device, -(-rounds // 3), evict)
+    return {
+        "a launch, L2 cold": time_burst({n: lambda n=n: next(turns[n])() for n in calls}, device, rounds, pause, evict),  # type: ignore[misc]
+        "a call a graph, L2 cold": {n: Timing.of([x for i in range(3) for x in apart[f"{n} {i}"].samples]) for n in calls},
+        "a call a graph, behind the same": time_graphs({n: own[:1] for n, own in calls.items()}, device, rounds),
+        "20 calls a graph": time_graphs({n: [own[0]] * 20 for n, own in calls.items()}, device, rounds),
+        "21 calls a graph, three problems": time_graphs({n: [*own] * 7 for n, own in calls.items()}, device, rounds),
+    }
+
+
+def few_rows(times: Mapping[str, Mapping[str, Timing]]) -> dict[str, Timing]:
+    """Of :func:`time_few`, what is recorded: the forward in every manner, and of the kernels that read, the fastest in each."""
+    rows: dict[str, Timing] = {}
+    for manner, by_name in times.items():
+        reads = {name: timing for name, timing in by_name.items() if name.startswith(READ_ALONE)}
+        best = min(reads, key=lambda name: reads[name].median)
+        rows |= {f"{name}, {manner}": t for name, t in by_name.items() if name not in reads or name == best}
+    return rows
 
 
 def problem_of(shape: Shape, device: torch.device, block: int = 0) -> Any:
@@ -326,7 +372,7 @@ def main(argv: Sequence[str]) -> int:
         timings = time_burst(variants, device, config.rounds, config.pause)
         sustained = time_sustained(variants, device, config.sustained) if config.sustained else {}
         if shape.queries <= FEW_QUERIES:
-            timings |= time_graphs(few_graphs(shape, device), device, config.rounds)
+            timings |= few_rows(time_few(few_calls([problem_of(shape, device) for _ in range(3)]), device, config.rounds, config.pause))
         limits = shape.limits(torch.cuda.get_device_properties(device).multi_processor_count)
         nearest = max(limits, key=lambda k: limits[k])
         for variant, timing in timings.items():
