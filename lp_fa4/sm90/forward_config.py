@@ -40,7 +40,7 @@ def order_of(head_dim: int, causal: bool, value_scale: int, halves: bool) -> tup
     if halves:
         if value_scale == 128 and not causal:
             return 6 if head_dim == 128 else 3, 4
-        return (6, 4) if causal else (3, 2)
+        return (8 if value_scale == 128 else 6, 4) if causal else (3, 2)
     if value_scale == 128:
         return (6, 2) if causal else (3 if head_dim == 128 else 6, 4)
     return 4, 2

@@ -18,6 +18,10 @@ VARIANTS = [
     {"head_dim": 128, "retries": False, "halves": True, "half_sums": True, "together": 2},
     {"head_dim": 128, "centred": False, "mean": False, "causal": True, "shared": False, "group": 4, "halves": True},
     {"head_dim": 128, "key_scale": 128, "value_scale": 128, "query_static": False, "shared": False, "retries": False, "halves": True},
+    {
+        **{"head_dim": 128, "centred": False, "mean": False, "causal": True, "shared": False, "query_static": False},
+        **{"key_scale": 128, "value_scale": 128, "halves": True},
+    },
     {"head_dim": 128, "key_scale": 32, "value_scale": 32, "query_static": False, "shared": False},
     {"head_dim": 128, "split_keys": 1024},
     {"head_dim": 128, "keep": False, "values": "plain", "retries": False, "halves": True, "half_sums": True, "together": 2},
@@ -30,10 +34,10 @@ VARIANTS[0]["lag"] = 4
 LOCAL = 64
 """Words parked outside the loop: once a work item."""
 LOCAL_IN_LOOP = 4
-INSTRUCTIONS = [466, 373, 417, 607, 492, 466, 372, 395]
+INSTRUCTIONS = [466, 373, 417, 380, 607, 492, 466, 372, 395]
 """Of a warp, a tile (with ``half_sums`` of one that is a group by itself)."""
-IN_TURN = 32
-"""Exponentials that ptxas may place before the hand-over of the turn. All 64: a quarter slower, and nothing else shows it."""
+IN_TURN = 12
+"""Exponentials that ptxas may place before the hand-over of the turn. 26 of 64: 5% slower; all: a quarter, and nothing else shows it."""
 
 
 def test_main_loop(tmp_path):
