@@ -12,8 +12,9 @@ DEPTH = 64
 NORM_WARPS = 4
 """Warps that normalize. A warpgroup that loads follows, and two that multiply."""
 THREADS = 32 * NORM_WARPS + 384
-REGISTERS = (104, 24, 192)
-"""Of a thread of each kind: 64 rows x 384 columns are 96 registers of a multiplying thread, sums of 128 columns 64, or 32 in FP16."""
+REGISTERS = {False: (104, 24, 192), True: (120, 24, 176)}
+"""Of a thread of each kind, in FP16 (True) or not: 64 rows x 384 columns are 96 registers of a multiplying thread, sums of 128 columns 64,
+or 32 in FP16."""
 COLUMN_TILES = (128, 64)
 """Columns of a product, largest first: as many as registers hold sums of beside the left operand."""
 RUN_COLUMNS = 64
@@ -24,7 +25,7 @@ SHARED_BYTES = 227 * 1024
 X_STAGES = 2
 """Halves in flight."""
 CLUSTER = 1
-"""CTAs that share what they read of the weight. Alone a CTA draws its tiles, which is worth more than half of its reads from L2."""
+"""CTAs that share what they read of the weight; the first draws tiles for all. Two read half as much of it from L2, and take as long."""
 MAX_PIECES = 8
 """Pieces of the weight in flight, at most."""
 ITEMS = 3
@@ -87,6 +88,11 @@ class ProjectionSpec:
     def offset(self) -> int:
         """Products by which the second warpgroup's tiles start later, so that the two never want rows at once."""
         return self.column_tiles // 2
+
+    @property
+    def looks(self) -> int:
+        """The product behind which a warpgroup looks for the rows of its next half: time enough for them to come, and to be normed."""
+        return (self.column_tiles - 1) // 2
 
     @property
     def units(self) -> int:

@@ -4,8 +4,8 @@
     k  = E4M3(BF16(xf) @ w^T)                           as ``gemm_quantize`` of BF16 rows with given exponents has it
 
 A persistent CTA walks 128-token tiles in halves of 64 rows. One warp brings rows by TMA, in the order that wgmma wants (rows that are not
-BF16 only into L2); four warps turn each half into normed 16-bit rows in place, and write their codes; one of two warpgroups takes
-it into registers, the left operand of its products.
+BF16 only into L2); one of two warpgroups finds its rows' factors, four warps turn it into normed 16-bit rows in place and write their
+codes, and the warpgroup takes it into registers, the left operand of its products.
 The weight (288 KiB at 384 x 384) does not fit: it runs past both warpgroups from L2 in pieces, over and over, each read once for all CTAs
 of a cluster (of one, or two). The second warpgroup's halves start in the middle of a round, so that halves are wanted at equal distances.
 
@@ -37,7 +37,9 @@ from fused_ops.norm_projection.config import (
     ProjectionSpec,
     unsupported,
 )
-from fused_ops.norm_projection.roles import FIELDS, NormRole, bring_rows, bring_weight, multiply
+from fused_ops.norm_projection.norm import NormRole
+from fused_ops.norm_projection.roles import bring_weight, multiply
+from fused_ops.norm_projection.tiles import FIELDS, MAIL_BYTES, MAIL_FIELDS, MAILS, bring_rows
 from fused_ops.norm_projection.weight import folded_weight
 from fused_ops.rmsnorm_quantize.arithmetic import half_place
 from fused_ops.rmsnorm_quantize.vectors import bound_bytes, sampled_mean
@@ -143,11 +145,12 @@ class NormProjection:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 3 * stages + 2 * ITEMS + 2 * pieces]
+            barriers: cute.struct.MemRange[Int64, 4 * stages + 2 * ITEMS + 2 * pieces + 2 * MAILS]
+            mail: cute.struct.Align[cute.struct.MemRange[Int32, MAIL_FIELDS * MAILS], 16]
             item: cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * ITEMS], 16]
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, spec.units], 16]
             pairs: cute.struct.Align[cute.struct.MemRange[Int32, spec.norm.blocks], 16]
-            factors: cute.struct.Align[cute.struct.MemRange[Float32, HALF], 16]
+            factors: cute.struct.Align[cute.struct.MemRange[Float32, HALF * stages], 16]
             gain: cute.struct.Align[cute.struct.MemRange[Float32, columns], 128]
             mean: cute.struct.Align[cute.struct.MemRange[Float32, ITEMS * columns if spec.centred else 4], 128]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.norm.warps * columns if spec.centred else 4], 128]
@@ -157,16 +160,18 @@ class NormProjection:
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         base = storage.barriers.data_ptr()
-        item_base, w_base = base + 3 * stages, base + 3 * stages + 2 * ITEMS
+        item_base, w_base = base + 4 * stages, base + 4 * stages + 2 * ITEMS
         bars = Bundle(
-            full=base, normed=base + stages, empty=base + 2 * stages, item_full=item_base, item_empty=item_base + ITEMS,
-            w_full=w_base, w_empty=w_base + pieces,
+            full=base, normed=base + stages, empty=base + 2 * stages, factored=base + 3 * stages, item_full=item_base,
+            item_empty=item_base + ITEMS, w_full=w_base, w_empty=w_base + pieces, mail_full=w_base + 2 * pieces,
+            mail_empty=w_base + 2 * pieces + MAILS,
         )  # fmt: skip
         s = Bundle(
+            mail=storage.mail.get_tensor(cute.make_layout((MAIL_FIELDS, MAILS))),
             item=storage.item.get_tensor(cute.make_layout((FIELDS, ITEMS))),
             inverse=storage.inverse.get_tensor(cute.make_layout(spec.units)),
             pairs=storage.pairs.get_tensor(cute.make_layout(spec.norm.blocks)),
-            factors=storage.factors.get_tensor(cute.make_layout(HALF)),
+            factors=storage.factors.get_tensor(cute.make_layout(HALF * stages)),
             gain=storage.gain.get_tensor(cute.make_layout(columns)),
             mean=storage.mean.data_ptr(),
             parts=storage.parts.get_tensor(cute.make_layout((columns, self.norm.warps))) if const_expr(spec.centred) else None,
@@ -177,7 +182,7 @@ class NormProjection:
         )
         io = Bundle(
             x=(x_atom, t_x), w=(w_atom, t_w), offsets=offsets, means=means, given=given, codes=codes, rstd=rstd, sums=sums, keys=keys,
-            ticket=ticket, tokens=tokens, tiles=tiles, first=cta, step=ctas, count=cute.ceil_div(tiles, ctas), eps=eps,
+            ticket=ticket, tokens=tokens, tiles=tiles, first=cta, step=ctas, eps=eps,
             rank=cta % spec.cluster,
         )  # fmt: skip
         if warp == 0:
@@ -189,12 +194,21 @@ class NormProjection:
                     cute.arch.mbarrier_init(bars.full + i, 1)
                     cute.arch.mbarrier_init(bars.normed + i, self.norm.warps)
                     cute.arch.mbarrier_init(bars.empty + i, 4)
+                    cute.arch.mbarrier_init(bars.factored + i, 4)
                 for i in cutlass.range_constexpr(ITEMS):
                     cute.arch.mbarrier_init(bars.item_full + i, 1)
                     cute.arch.mbarrier_init(bars.item_empty + i, self.norm.warps + 9)  # of the weight's warp too
                 for i in cutlass.range_constexpr(pieces):
                     cute.arch.mbarrier_init(bars.w_full + i, 1)
                     cute.arch.mbarrier_init(bars.w_empty + i, 8 * spec.cluster)
+                if const_expr(spec.cluster > 1):
+                    for i in cutlass.range_constexpr(MAILS):
+                        cute.arch.mbarrier_init(bars.mail_full + i, 1)
+                        cute.arch.mbarrier_init(bars.mail_empty + i, spec.cluster - 1)
+                    cute.arch.mbarrier_init_fence()
+                    if io.rank != 0:
+                        for i in cutlass.range_constexpr(MAILS):
+                            cute.arch.mbarrier_arrive_and_expect_tx(bars.mail_full + i, MAIL_BYTES)
             cute.arch.mbarrier_init_fence()
         # What came before on the stream is over from here on; what comes next may be put in place (and waits in the same way).
         cute.arch.griddepcontrol_launch_dependents()
@@ -231,16 +245,16 @@ class NormProjection:
         else:
             cute.arch.sync_threads()
         if warp < NORM_WARPS:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            cute.arch.setmaxregister_decrease(REGISTERS[spec.halves][0])
             self.norm.run(io, s, bars)
         elif warp < NORM_WARPS + 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            cute.arch.setmaxregister_decrease(REGISTERS[spec.halves][1])
             if warp == NORM_WARPS:
                 bring_rows(spec, io, s, bars)
             if warp == NORM_WARPS + 1:
                 bring_weight(spec, io, s, bars)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[2])
+            cute.arch.setmaxregister_increase(REGISTERS[spec.halves][2])
             multiply(spec, io, s, bars, mma)
         if const_expr(spec.cluster > 1):  # the other CTA may still write and arrive here
             cute.arch.cluster_arrive()

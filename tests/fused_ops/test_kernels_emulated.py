@@ -80,6 +80,16 @@ NORM_PROJECTIONS = {
     "two products a row, not centred, rows apart, two CTAs": dict(
         lengths=None, tokens=140, contracted=64, columns=64, norm_width=32, width=32, center=False, strided=True, cluster=2
     ),
+    "two CTAs, tiles without a row between the others": dict(
+        lengths=[0, 5, 131, 0, 300, 128, 0, 256],
+        contracted=64,
+        columns=64,
+        norm_width=32,
+        width=32,
+        capacity=40,
+        bad=[1, 40, 100],
+        cluster=2,
+    ),
     "a product past FP16": dict(lengths=[3, 66], contracted=64, columns=64, norm_width=32, width=32, small=9, cluster=1),
     "exponents of the rows given": dict(lengths=[66], contracted=64, columns=64, bound=False, small=2, cluster=1),
     "FP32 rows, apart, one not finite": dict(
