@@ -133,7 +133,8 @@ def check(device: torch.device, columns: int) -> None:
     for name, a, b in zip(mine._fields, mine, theirs, strict=True):
         assert a is not None and b is not None
         error = float((a.double() - b.double()).norm() / b.double().norm())
-        if not error < {"dx": 4e-3, "dw_k": 2.0**-11}.get(name, 1e-5):  # dx is BF16; sums of FP8 products have 13 bits
+        # dx is BF16; sums of FP8 products have 13 bits, of the products of dk and the weight 11
+        if not error < {"dx": 4e-3, "dw_k": 2.0**-11, "dnorm_weight": 2.0**-10}[name]:
             raise RuntimeError(f"gemm_norm_backward: {name} differs from the reference by {error:.3g}: not timed")
 
 

@@ -51,7 +51,8 @@ class Operand:
 class InputSpec:
     """Compile key of the input gradient. ``rows``: of the weight, ``columns``: of ``x``. ``mean``: a row per sequence is added to ``dv``.
 
-    ``warp_mma``: products by warps (any architecture) instead of warpgroups (Hopper).
+    ``warp_mma``: products by warps (any architecture) instead of warpgroups (Hopper). ``half_sums``: with roles, sums of products are
+    FP16 where ``x`` is BF16, scaled so that none can leave its range (``input_gradient_codes``).
 
     A cluster of ``cluster`` CTAs shares the columns; each holds its slab of the weight in shared memory for the whole launch.
     """
@@ -66,6 +67,7 @@ class InputSpec:
     need_x: bool
     need_norm: bool
     warp_mma: bool = False
+    half_sums: bool = False
 
     @property
     def wide(self) -> bool:
@@ -77,6 +79,16 @@ class InputSpec:
         """Whether the gradients are codes and of sizes that the kernel with roles serves (``input_gradient_codes``)."""
         codes = self.dk.mx and (self.dv is None or self.dv.mx)
         return codes and not self.warp_mma and not self.wide and self.rows % 128 == 0 and roles_cluster_of(self.rows, self.columns) > 0
+
+    @property
+    def halves(self) -> bool:
+        """Whether sums of products are FP16: what they round is under what BF16 rounds off ``dx``."""
+        return self.half_sums and self.roles and self.dtype == "bfloat16"
+
+    @property
+    def folds(self) -> bool:
+        """Whether dv is added to those sums in FP16, where a row's exponents allow it."""
+        return self.halves and self.dv is not None
 
     @property
     def cluster(self) -> int:

@@ -102,7 +102,8 @@ class InputGradient:
     def products(self):
         """The warpgroup's MMA: 64 rows of codes from registers with the slab."""
         major, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
-        return hop.make_trivial_tiled_mma(self.element, self.element, major, major, Float32, (1, 1, 1), (64, self.spec.slab), source)
+        sums = Float16 if self.spec.halves else Float32
+        return hop.make_trivial_tiled_mma(self.element, self.element, major, major, sums, (1, 1, 1), (64, self.spec.slab), source)
 
     def weight_layout(self):
         """The slab in shared memory: [columns, contraction], K-major; for warps, in the order of their operands' registers."""

@@ -13,6 +13,12 @@ everything they read is on its way long before:
 What limits it is the way between shared memory and registers (128 bytes a clock and multiprocessor, three quarters of it in use): the
 operands of the products take 40% of that. So nothing is read that two rows can share, and no sum passes through shared memory.
 
+Where ``x`` is BF16, products are summed in FP16, rounded once an instruction of 16: arithmetic beside such sums is slowed down less, and dv
+is added to two of them at once. No sum can leave FP16: codes are 448 at most, times 1 under a row's largest exponent, and a CTA multiplies
+its weight by the power of two that keeps every column's magnitudes from adding up to more than 64 (``HALVES_TOP``). Nothing is lost at the
+lower end: E4M3's smallest code times the mean of a column whose magnitudes add up to the CTA's largest sum is 2^11 times FP16's smallest
+number or more, so that a column 2^-12 of the largest still has BF16's accuracy. Rows whose exponents are all one need no factor.
+
 No two lanes that are served together meet in a bank: a thread's codes are 32 consecutive ones of dk (one exponent), its columns runs of 8,
 and its rows are those that the swizzle of TMA puts side by side (:func:`row_in_eight`; which row of a product is which token is free).
 """
@@ -31,6 +37,7 @@ from fused_ops.gemm_norm_backward.arguments import fake_operand
 from fused_ops.gemm_norm_backward.config import TILE, InputSpec
 from fused_ops.gemm_norm_backward.input_gradient import (
     HEAD,
+    PIECES,
     InputGradient,
     load_generic,
     load_shared,
@@ -38,9 +45,11 @@ from fused_ops.gemm_norm_backward.input_gradient import (
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
     address_of,
+    codes_as_f16,
     codes_to_f16,
     float_to_pair,
     load_byte,
+    load_words,
     pair_to_float,
     relative_factor,
     scale_address,
@@ -50,6 +59,7 @@ from fused_ops.gemm_norm_backward.rows import (
 from fused_ops.gemm_norm_backward.weight_gradient_codes import advance, load_half
 from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
+from lp_fa4.common.halves import fma2, mul2
 from lp_fa4.common.matrices import shared_words
 from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, pinned, prmt, quad_sum, scale_of_byte
 from lp_fa4.common.rows import fma
@@ -60,6 +70,16 @@ CODES = 128
 """Columns of dk of a stage."""
 EXPONENTS = 10 * TILE
 """Where exponents begin in a table, after the rows' ``rstd``, sequences and places of their exponents (halves)."""
+HALVES_HEAD, HALVES_TOP = 0, 5
+"""With FP16 sums: codes stay as they are where the row's exponents are largest, and the weight is multiplied so that its columns'
+magnitudes add up to 64 at most: 448 * 64 is 28,672, 64 roundings by 2^-11 make of that 29,600 at most, and dv adds 448 * 2^6, where FP16
+ends at 65,504."""
+LEAST_RATIO, LARGEST_RATIO = -14, 6
+"""Of dv's exponents to that of the sums, as powers of two: between these FP16 adds dv to the sums."""
+APART = 1
+"""Bit of the factor of a row's products that says: an exponent of dv is not between those, dv's are BF16 and not such ratios."""
+EVEN = -(1 << 31)
+"""Bit of the factor of a row's products that says: all of its exponents are the largest, with FP16 sums no code needs to be scaled."""
 CODE_BOX, X_BOX, DV_BOX = TILE * CODES, TILE * 128, TILE * 64
 """Bytes of a stage of dk's codes, and of one of 64 columns of ``x`` and of dv."""
 
@@ -71,6 +91,7 @@ class InputGradientOfCodes(InputGradient):
         super().__init__(spec)
         self.threads = 128 * (spec.groups + 1)
         self.chunks, self.subs = spec.rows // CODES, spec.slab // 64
+        self.head = HALVES_HEAD if spec.halves else HEAD
 
     @cute.jit
     def __call__(
@@ -127,6 +148,44 @@ class InputGradientOfCodes(InputGradient):
     def weight_place(self, k):
         """k = 128 b + 32 t + 16 h + 4 s + 2 u + i of a thread's codes lies at 128 b + 64 h + 16 s + 8 u + 2 t + i of the contraction."""
         return k // 128 * 128 + k // 16 % 2 * 64 + k // 4 % 4 * 16 + k // 2 % 2 * 8 + k // 32 % 4 * 2
+
+    @cute.jit
+    def column_unit(self, w: cute.Tensor, top, slab: Int32, column0: Int32):
+        """With FP16 sums: the power of two that brings the largest sum of a column's magnitudes (finite ones) to ``2**HALVES_TOP`` or
+        more, less than twice that, and its reciprocal. The slab, not yet loaded, holds threads' sums."""
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        eighths = spec.slab // 8
+        count, sharing = spec.rows * eighths, self.threads // eighths
+        assert self.threads % eighths == 0 and spec.rows * spec.slab * 2 >= 32 * self.threads  # a thread stays in its columns
+        sums = cute.make_rmem_tensor(8, Float32)
+        sums.fill(0.0)
+        for first in cutlass.range(tid, count, PIECES * self.threads, unroll=1):
+            pieces = []
+            for m in cutlass.range_constexpr(PIECES):
+                i = cutlass.min(first + m * self.threads, count - 1)
+                words = cute.make_rmem_tensor(4, Int32)
+                load_words(address_of(w, i // eighths, column0 + 8 * (i % eighths)), words)
+                pieces.append(words)
+            for m in cutlass.range_constexpr(PIECES):
+                if first + m * self.threads < count:
+                    for n in cutlass.range_constexpr(4):
+                        for i, bits in enumerate(((pieces[m][n] << 16) & 0x7FFF0000, pieces[m][n] & 0x7FFF0000)):
+                            sums[2 * n + i] = sums[2 * n + i] + float_of(bits if bits < 0x7F800000 else Int32(0))
+        for n in cutlass.range_constexpr(8):
+            store_word(slab + 4 * (8 * tid + n), bits_of(sums[n]))
+        if tid == 0:
+            cute.make_tensor(top, cute.make_layout(4))[0] = Int32(0)
+        cute.arch.sync_threads()
+        if tid < spec.slab:
+            total = Float32(0.0)
+            for n in cutlass.range(sharing, unroll=1):
+                total = total + float_of(load_word(slab + 4 * (8 * (n * eighths + tid // 8) + tid % 8)))
+            cute.arch.atomic_max(top, bits_of(total))
+        cute.arch.sync_threads()
+        exponent = cute.make_tensor(top, cute.make_layout(4))[0] >> 23
+        unit = cutlass.min(cutlass.max(254 + HALVES_TOP - exponent, 8), 239)
+        return float_of(unit << 23), float_of((254 - unit) << 23)
 
     @cute.kernel
     def kernel_of_codes(
@@ -197,7 +256,10 @@ class InputGradientOfCodes(InputGradient):
                     cute.arch.mbarrier_init(bars.table + i, 2)
                     cute.arch.mbarrier_init(bars.used + i, 4)
             cute.arch.mbarrier_init_fence()
-        unit, back = self.weight_unit(w, store.top.data_ptr(), column0)
+        if const_expr(spec.halves):
+            unit, back = self.column_unit(w, store.top.data_ptr(), slab, column0)
+        else:
+            unit, back = self.weight_unit(w, store.top.data_ptr(), column0)
         self.load_weight(w, gain, slab, gains, column0, unit)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
@@ -340,27 +402,56 @@ class InputGradientOfCodes(InputGradient):
                 for i in cutlass.range_constexpr(2):
                     n = cutlass.min(16 * k + 2 * (lane % 8) + i, many - 1)
                     bytes_[i, k] = load_byte(address + 32 * n // spec.dk.width)
+            extra = cute.make_rmem_tensor(2, Int32)
+            if const_expr(spec.folds):
+                address = scale_address(io.dv_scale, scales, dv.static)
+                for i in cutlass.range_constexpr(2):
+                    n = cutlass.min(2 * (lane % 8) + i, few - 1)
+                    extra[i] = load_byte(address + (at.column0 + 32 * n) // dv.width)
             cute.arch.mbarrier_wait(bars.used + ring[0], ring[1])
             for k in cutlass.range_constexpr(-(-many // 16)):
                 for i in cutlass.range_constexpr(2):
                     top = cutlass.max(top, bytes_[i, k] if bytes_[i, k] < 255 else Int32(0))
             for distance in (1, 2, 4):
                 top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+            sign = Int32(0)
+            if const_expr(spec.halves):
+                even = cutlass.Boolean(True)
+                for k in cutlass.range_constexpr(-(-many // 16)):
+                    for i in cutlass.range_constexpr(2):
+                        even = even & (bytes_[i, k] == top)
+                if (cute.arch.vote_ballot_sync(even) >> lane) & 255 == 255:  # of the lanes of a group, for the first of them
+                    sign = Int32(EVEN)
+            if const_expr(spec.folds):
+                one = top + (bits_of(at.unit) >> 23) - 127  # byte of the sums' exponent
+                powers, ratios, apart = [], [], cutlass.Boolean(False)
+                for i in cutlass.range_constexpr(2):
+                    ratio = extra[i] - one
+                    known = (extra[i] == 0) | (extra[i] == 255)  # as a factor of zeros; as NaN
+                    apart = apart | (((ratio < LEAST_RATIO) | (ratio > LARGEST_RATIO)) & ~known)
+                    special = Int32(0) if extra[i] == 0 else Int32(0x7E00)
+                    ratios.append(special if known else (ratio + 15) << 10)
+                    powers.append(bits_of(scale_of_byte(extra[i])))
+                apart = (cute.arch.vote_ballot_sync(apart) >> (lane & 24)) & 255 != 0
+                word = prmt(powers[0], powers[1], 0x7632) if apart else prmt(ratios[0], ratios[1], 0x5410)
+                sign = sign | (Int32(APART) if apart else Int32(0))
+                if 2 * (lane % 8) < few:
+                    store_word(entry + 4 * (many // 2 + 1 + lane % 8), word)
             for k in cutlass.range_constexpr(-(-many // 16)):
-                low, high = (relative_factor(bytes_[i, k], top, HEAD) for i in range(2))
+                low, high = (relative_factor(bytes_[i, k], top, self.head) for i in range(2))
                 if 16 * k + 2 * (lane % 8) < many:
                     store_word(entry + 4 * (8 * k + lane % 8), prmt(low, high, 0x5410))
             if lane % 8 == 0:
-                store_word(entry + 4 * (many // 2), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD))))
+                store_word(entry + 4 * (many // 2), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-self.head))) | sign)
         else:
             bytes_ = cute.make_rmem_tensor(2, Int32)
-            if const_expr(spec.dv is not None):
+            if const_expr(spec.dv is not None and not spec.folds):
                 address = scale_address(io.dv_scale, scales, dv.static)
                 for i in cutlass.range_constexpr(2):
                     n = cutlass.min(2 * (lane % 8) + i, few - 1)
                     bytes_[i] = load_byte(address + (at.column0 + 32 * n) // dv.width)
             cute.arch.mbarrier_wait(bars.used + ring[0], ring[1])
-            if const_expr(spec.dv is not None):
+            if const_expr(spec.dv is not None and not spec.folds):
                 low, high = (bits_of(scale_of_byte(bytes_[i])) for i in range(2))
                 if 2 * (lane % 8) < few:
                     store_word(entry + 4 * (many // 2 + 1 + lane % 8), prmt(low, high, 0x7632))
@@ -393,9 +484,10 @@ class InputGradientOfCodes(InputGradient):
             byte = load_byte(address + 32 * n // spec.dk.width)
             top = cutlass.max(top, byte if byte < 255 else Int32(0))
         for n in cutlass.range(0, many, 2, unroll=2):
-            low, high_ = (relative_factor(load_byte(address + 32 * (n + i) // spec.dk.width), top, HEAD) for i in range(2))
+            low, high_ = (relative_factor(load_byte(address + 32 * (n + i) // spec.dk.width), top, self.head) for i in range(2))
             store_word(entry + 2 * n, prmt(low, high_, 0x5410))
-        store_word(entry + 4 * (many // 2), bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-HEAD))))
+        factor = bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-self.head)))
+        store_word(entry + 4 * (many // 2), factor | APART if const_expr(spec.folds) else factor)
         if const_expr(spec.dv is not None):
             address = scale_address(io.dv_scale, scales, dv.static)
             for n in cutlass.range_constexpr(0, few, 2):
@@ -413,7 +505,7 @@ class InputGradientOfCodes(InputGradient):
         spec = self.spec
         lane = cute.arch.lane_idx()
         warp = at.warp % 4
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float32)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((TILE, spec.slab)), Float16 if const_expr(spec.halves) else Float32)
         operands = [mma.make_fragment_A(mma.partition_shape_A((TILE, 64))) for _ in range(2)]
         row = 16 * warp + row_in_eight(lane // 4)
         phases = cute.make_rmem_tensor(2, Int32)  # a bit for each stage of dk and of x
@@ -448,7 +540,11 @@ class InputGradientOfCodes(InputGradient):
         quad = cute.arch.lane_idx() % 4
         place = low_half(s.w)
         source = s.codes + row * CODES + (((2 * quad) ^ (row % 8)) << 4)
-        factors_at = [table + load_half(table + (8 * TILE + 2 * (row + 8 * i))) + 2 * quad for i in range(2)]
+        entries = [table + load_half(table + (8 * TILE + 2 * (row + 8 * i))) for i in range(2)]
+        factors_at = [entry + 2 * quad for entry in entries]
+        if const_expr(spec.halves):
+            signs = [load_word(entry + 2 * (spec.rows // 32)) for entry in entries]
+            even = cute.arch.vote_all_sync((signs[0] & signs[1]) < 0)
         for c in cutlass.range_constexpr(self.chunks):
             stage = stage_of(turn, self.chunks, c, spec.dk_stages)
             factors = []
@@ -476,7 +572,14 @@ class InputGradientOfCodes(InputGradient):
                     warpgroup.wait_group(1)
                 for n in cutlass.range_constexpr(4):
                     for i in cutlass.range_constexpr(2):
-                        a[4 * n + i], a[4 * n + 2 + i] = codes_to_f16(words[2 * h + i][n], factors[i])
+                        if const_expr(spec.halves):
+                            a[4 * n + i], a[4 * n + 2 + i] = codes_as_f16(words[2 * h + i][n])
+                        else:
+                            a[4 * n + i], a[4 * n + 2 + i] = codes_to_f16(words[2 * h + i][n], factors[i])
+                if const_expr(spec.halves):  # noqa: SIM102 - one is decided at compile time
+                    if not even:
+                        for n in cutlass.range_constexpr(16):
+                            a[n] = mul2(a[n], factors[n % 2])
                 product(mma, acc, operand, b, c + h == 0, place + (2 * c + h) * (8 * spec.slab), 128)
             release(bars.dk_empty + stage)
         if const_expr(spec.groups == 3):
@@ -493,12 +596,15 @@ class InputGradientOfCodes(InputGradient):
         row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
         quad = lane % 4
         xs = cute.make_rmem_tensor((4, self.runs, 2), Int32)
-        scale, unit, powers_at, sequences = [], [], [], []
+        out = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(spec.halves) else acc
+        scale, unit, powers_at, sequences, marks = [], [], [], [], []
         for i in cutlass.range_constexpr(2):
             word = table + 4 * (row + 8 * i)
             scale.append(float_of(load_word(word)))
             entry = table + load_half(table + (8 * TILE + 2 * (row + 8 * i)))
-            unit.append(float_of(load_word(entry + 2 * (spec.rows // 32))))
+            factor = load_word(entry + 2 * (spec.rows // 32))
+            unit.append(float_of(factor & ~(EVEN | APART) if const_expr(spec.halves) else factor))
+            marks.append(factor & APART)
             powers_at.append(entry + 2 * (spec.rows // 32) + 4)
             if const_expr(spec.mean):
                 sequences.append(load_word(word + 4 * TILE))
@@ -506,14 +612,23 @@ class InputGradientOfCodes(InputGradient):
         sums.fill(0.0)
         place = Bundle(row=row, quad=quad, tile=tile, turn=turn, group=group)
         row_values = Bundle(scale0=scale[0], scale1=scale[1], unit0=unit[0], unit1=unit[1], powers0=powers_at[0], powers1=powers_at[1])
+        apart = cutlass.Boolean(False)
+        if const_expr(spec.folds):
+            apart = (marks[0] | marks[1]) != 0
         if const_expr(spec.mean):
-            if cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0)):  # the warp has rows of other sequences
+            # the warp has rows of other sequences, or whose dv cannot be added in FP16
+            if cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0) | apart):
                 others = [address_of(io.mean, n ^ (n >> 31), at.column0 + 8 * quad) for n in sequences]
-                self.derive(at, s, bars, acc, columns, xs, sums, place, row_values, others, phases)
+                self.derive(at, s, bars, acc, out, columns, xs, sums, place, row_values, marks, others, phases)
             else:
-                self.derive(at, s, bars, acc, columns, xs, sums, place, row_values, None, phases)
+                self.derive(at, s, bars, acc, out, columns, xs, sums, place, row_values, None, None, phases)
+        elif const_expr(spec.folds):
+            if cute.arch.vote_any_sync(apart):
+                self.derive(at, s, bars, acc, out, columns, xs, sums, place, row_values, marks, None, phases)
+            else:
+                self.derive(at, s, bars, acc, out, columns, xs, sums, place, row_values, None, None, phases)
         else:
-            self.derive(at, s, bars, acc, columns, xs, sums, place, row_values, None, phases)
+            self.derive(at, s, bars, acc, out, columns, xs, sums, place, row_values, None, None, phases)
         sums = [sums[i] for i in range(2)]
         release(bars.used + group)
         if const_expr(spec.need_x):
@@ -524,18 +639,22 @@ class InputGradientOfCodes(InputGradient):
             lane = pinned(cute.arch.lane_idx())
             row = 16 * (at.warp % 4) + row_in_eight(lane // 4)
             for i in cutlass.range_constexpr(2):
-                self.write(io, at, acc, xs, scale[i], sums[i], lane % 4, tile * TILE + row + 8 * i, i)
+                self.write(io, at, out, xs, scale[i], sums[i], lane % 4, tile * TILE + row + 8 * i, i)
 
     @cute.jit
     def derive(
-        self, at, s, bars, acc: cute.Tensor, columns: cute.Tensor, xs: cute.Tensor, sums: cute.Tensor, place, rows, bases,
-        phases: cute.Tensor,
+        self, at, s, bars, acc: cute.Tensor, out: cute.Tensor, columns: cute.Tensor, xs: cute.Tensor, sums: cute.Tensor, place, rows,
+        marks, bases, phases: cute.Tensor,
     ):  # fmt: skip
-        """``t`` in the place of the products, and its sums. ``bases``: addresses of the rows' means, or None: that beside the table."""
+        """``t`` from the products, to their place where that is FP32, and its sums. ``bases``: addresses of the rows' means, or None: that
+        beside the table. ``marks``: where dv may be added in FP16, whether a row's exponents of it are powers (or ratios to its sums'), or
+        None: they are ratios, and it is."""
         spec = self.spec
         quad, row, tile, turn, group = place.quad, place.row, place.tile, place.turn, place.group
         scale, unit, powers_at = (rows.scale0, rows.scale1), (rows.unit0, rows.unit1), (rows.powers0, rows.powers1)
         ends = tile * TILE + TILE > at.total
+        folded = spec.folds and marks is None
+        halves: Any = cute.recast_tensor(acc, Int32) if const_expr(spec.halves) else None
         row_at = s.rows + row * 128 + ((quad ^ (row % 8)) << 4)
         extra_at = s.extra + row * 64 + (((quad // 2) ^ (row // 2 % 4)) << 4) + quad % 2 * 8
         for j in cutlass.range_constexpr(self.subs):
@@ -543,7 +662,15 @@ class InputGradientOfCodes(InputGradient):
             powers = []
             if const_expr(spec.dv is not None):
                 for i in cutlass.range_constexpr(2):
-                    powers.append(pair_to_float(load_word(powers_at[i] + 4 * j), False))
+                    word = load_word(powers_at[i] + 4 * j)
+                    if const_expr(folded):
+                        powers.append([prmt(word, word, selector) for selector in (0x1010, 0x3232)])
+                    else:
+                        power = pair_to_float(word, False)
+                        if const_expr(spec.folds):
+                            ratio = pair_to_float(word, True)
+                            power = [power[n] if marks[i] != 0 else ratio[n] * unit[i] for n in range(2)]
+                        powers.append(power)
             if const_expr(j == 0):
                 ready = cutlass.Boolean(False)
             await_stage(bars.x_full + group * spec.x_stages, stage, phases, 1, ready)
@@ -579,15 +706,22 @@ class InputGradientOfCodes(InputGradient):
                     if const_expr(bases is not None):
                         load_generic(bases[i] + 128 * q, means)
                     extra = []
-                    if const_expr(spec.dv is not None):
+                    if const_expr(spec.dv is not None and not folded):
                         for n in cutlass.range_constexpr(2):
                             extra += e4m3x4_to_float(extras[q, i][n])
+                    if const_expr(spec.halves):
+                        products = []
+                        for n in cutlass.range_constexpr(4):
+                            word = halves[i + 2 * (4 * q + n)]
+                            if const_expr(folded):
+                                word = fma2(codes_as_f16(extras[q, i][n // 2])[n % 2], powers[i][q % 2], word)
+                            products += pair_to_float(word, True)
                     for e in cutlass.range_constexpr(8):
                         index = e % 2 + 2 * i + 4 * (4 * q + e // 2)
-                        d = acc[index]
-                        if const_expr(spec.dv is not None and spec.mean):
+                        d = products[e] if const_expr(spec.halves) else acc[index]
+                        if const_expr(spec.dv is not None and spec.mean and not folded):
                             d = fma(d, unit[i], fma(extra[e], powers[i][q % 2], means[e]))
-                        elif const_expr(spec.dv is not None):
+                        elif const_expr(spec.dv is not None and not folded):
                             d = fma(d, unit[i], extra[e] * powers[i][q % 2])
                         elif const_expr(spec.mean):
                             d = fma(d, unit[i], means[e])
@@ -596,8 +730,8 @@ class InputGradientOfCodes(InputGradient):
                         d = d * scale[i]
                         if const_expr(spec.need_norm):
                             columns[e, q] = fma(d, xf[e], columns[e, q])
-                        acc[index] = d * gain[e]
-                        sums[i] = fma(acc[index], xf[e], sums[i])
+                        out[index] = d * gain[e]
+                        sums[i] = fma(out[index], xf[e], sums[i])
 
     @cute.jit
     def write(self, io, at, acc: cute.Tensor, xs: cute.Tensor, scale, total, quad: Int32, token: Int32, i: cutlass.Constexpr):

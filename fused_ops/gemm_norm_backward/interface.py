@@ -111,8 +111,10 @@ def gemm_norm_backward(
         needs: which of (dx, dnorm_weight, dw_k) to compute.
         backend: ``"auto"`` (the kernels where a device has them and they serve the arguments), ``"reference"``, ``"sm90"`` or ``"sm100"``.
             The kernels add in another order; ``dnorm_weight`` and ``dw_k`` are bitwise repeatable. They round nothing but ``dx`` and, on
-            Hopper where dk and xn are MXTensors and only xn is static, ``dw_k``'s sums of 128 tokens: relative error 2^-12 (rounding the
-            result to BF16 costs 2^-10), a loss of up to 2^-10 where all terms have one sign.
+            Hopper, two things. Where dk and xn are MXTensors and only xn is static, ``dw_k``'s sums of 128 tokens: relative error 2^-12
+            (rounding the result to BF16 costs 2^-10), a loss of up to 2^-10 where all terms have one sign. Where dk and dv are MXTensors
+            and x is BF16, the sums of ``dk @ w_k``, and dv added to them, to FP16: 7e-4 of them by 384 products, 8e-4 by 512 (rounding dx
+            to BF16 costs 1.7e-3); ``dnorm_weight`` is off by as much where its terms do not depend on each other.
 
     Returns: :class:`GemmNormGradients`. Rows of ``dx`` past ``offsets[-1]`` are 0. Formulas: ``reference``.
 

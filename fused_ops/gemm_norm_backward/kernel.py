@@ -1,7 +1,8 @@
 """The kernels' side of ``gemm_norm_backward``: which kernel for what, workspaces, launches. Formulas: ``reference``.
 
-Against the reference, what differs is the order of FP32 sums (inside the MMA, over a row's columns, over the rows); every product of
-the two GEMMs is exact, since codes under their exponents and the weight are BF16 numbers.
+Against the reference, what differs is the order of FP32 sums (inside the MMA, over a row's columns, over the rows), and on Hopper what
+``interface`` names: sums of 11 bits in dx's product, of 13 in dW's. Every product of the two GEMMs is exact, since codes under their
+exponents and the weight are BF16 numbers.
 """
 
 import functools
@@ -16,13 +17,20 @@ from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
 from lp_fa4.mx import MXTensor
 
 
+def kind(matrix: Tensor | MXTensor | None) -> Operand | None:
+    """How a matrix is stored."""
+    if matrix is None:
+        return None
+    return Operand(matrix.block[1], matrix.is_static) if isinstance(matrix, MXTensor) else Operand(0)
+
+
 def operand(matrix: Tensor | MXTensor | None) -> tuple[Operand | None, Tensor | None, Tensor | None]:
     """How a matrix is stored, its payload and its scales, as the kernels take them."""
     if matrix is None:
         return None, None, None
     if isinstance(matrix, Tensor):
-        return Operand(0), aligned_rows(matrix), None
-    return Operand(matrix.block[1], matrix.is_static), spread(aligned_rows(matrix.codes)), matrix.scale_bytes.contiguous()
+        return kind(matrix), aligned_rows(matrix), None
+    return kind(matrix), spread(aligned_rows(matrix.codes)), matrix.scale_bytes.contiguous()
 
 
 def spread(matrix: Tensor) -> Tensor:
@@ -90,6 +98,7 @@ def input_gradient(
         need_x=need_x,
         need_norm=need_norm,
         warp_mma=arch_of(device) != "sm_90a",
+        half_sums=True,
     )
     tiles = -(-x.shape[0] // TILE)
     clusters = min(clusters_of(device, spec.cluster), -(-tiles // spec.groups))

@@ -122,6 +122,15 @@ def codes_to_f16(word, factor: Int32):
     return out
 
 
+def codes_as_f16(word):
+    """Four E4M3 codes as two words of FP16."""
+    out = []
+    for i in range(2):
+        text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 $0, {'lh'[i]};}}"
+        out.append(Int32(inline_ptx(T.i32(), [Int32(word)], text, "=r,r")))
+    return out
+
+
 @cute.jit
 def relative_factor(byte: Int32, top: Int32, head: cutlass.Constexpr) -> Int32:
     """``2**(byte - top + head)`` as a pair of FP16, ``byte <= top``; NaN for byte 255. 0 under 2^-25."""

@@ -50,6 +50,8 @@ TURNERS = 3
 """Warps that turn xn."""
 IN_FLIGHT = 3
 """Blocks of 16 tokens x 32 columns that a warp loads before it stores the first."""
+EVEN = -(1 << 31)
+"""Bit of a step's exponent of 32 columns that says: all of its tokens have it, no code needs to be rounded again."""
 FACTORS = 2 * FP8_STEP
 """Bytes of the factors of a step and 32 columns."""
 
@@ -266,7 +268,8 @@ class WeightGradientFp8(WeightGradientOfCodes):
 
     @cute.jit
     def write_step(self, t, s, bars, near: cute.Tensor, rows: cute.Tensor, ring: cute.Tensor):
-        """The table of a step: factors of the pairs of tokens of each block, then the exponents that they are relative to, as FP32."""
+        """The table of a step: factors of the pairs of tokens of each block, then the exponents that they are relative to, as FP32;
+        negative where all tokens have them (``EVEN``)."""
         lane, slot = cute.arch.lane_idx(), ring[0]
         cute.arch.mbarrier_wait(bars.used + slot, ring[1] ^ 1)
         table = s.tables + slot * self.table_bytes
@@ -275,14 +278,17 @@ class WeightGradientFp8(WeightGradientOfCodes):
         mine = table + (lane // 16 * 64 + lane % 4 * 16 + lane // 4 % 4 * 4)
         offset = near[self.sets]
         if offset >= 0:
+            beyond = lane // 4 > (offset + FP8_STEP - 1) >> 5
             groups = [[(offset + 64 * w + 2 * lane + i) // GROUP * 4 for i in range(2)] for w in range(2)]
             for i in cutlass.range_constexpr(self.sets):
                 top = near[i] if near[i] < 255 else Int32(0)
                 for distance in (4, 8, 16):
                     top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
                 factor = relative_factor(near[i], top, 0)
+                even = cute.arch.vote_ballot_sync(beyond | (near[i] == top)) >> lane
                 if (lane < 4) & (4 * i + lane < self.rows_of_blocks):
-                    store_word(units + 4 * (4 * i + lane), bits_of(scale_of_byte(top)))
+                    sign = Int32(EVEN) if (even & 0x11111111) == 0x11111111 else Int32(0)
+                    store_word(units + 4 * (4 * i + lane), bits_of(scale_of_byte(top)) | sign)
                 for k in cutlass.range_constexpr(min(4, self.rows_of_blocks - 4 * i)):
                     for w in cutlass.range_constexpr(2):
                         low, high = (cute.arch.shuffle_sync(factor, groups[w][n] + k) for n in range(2))
@@ -390,20 +396,24 @@ class WeightGradientFp8(WeightGradientOfCodes):
             cute.arch.mbarrier_wait(bars.full + stage, ring[1])
             fragments = [load_matrices(source + stage * (self.boxes * BOX) + h * 2048, transposed=True) for h in range(FP8_STEP // 32)]
             cute.arch.mbarrier_wait(bars.table + slot, ring[3])
-            unit = float_of(shared_words(unit_at + slot * self.table_bytes, 1)[0])
+            word = shared_words(unit_at + slot * self.table_bytes, 1)[0]
+            early = None
+            if const_expr(spec.groups == 3):  # on their way beside it (two groups have no registers left)
+                early = shared_words(factors_at + slot * self.table_bytes, 4)
+            unit, even = float_of(word & ~EVEN), cute.arch.vote_all_sync(word < 0)
             left = t.total - step * FP8_STEP
             if left < FP8_STEP:
                 for h in cutlass.range_constexpr(FP8_STEP // 32):
                     for k in cutlass.range_constexpr(4):
                         fragments[h][k] = fragments[h][k] & mask_of(left - (32 * h + 8 * k + lane % 4 * 2))
             place = low_half(s.operand + slot * (self.right * BOX))
-            for h in cutlass.range_constexpr(FP8_STEP // 32):
-                factors = shared_words(factors_at + (slot * self.table_bytes + 64 * h), 4)
-                words = fragments[h]  # 8 tokens each
-                for k in cutlass.range_constexpr(2):
-                    for i, selector in enumerate((0x6420, 0x7531)):
-                        four = prmt(words[2 * k], words[2 * k + 1], selector)
-                        a[4 * h + 2 * k + i] = rounded(four, factors[2 * k], factors[2 * k + 1])
+            if even:
+                for h in cutlass.range_constexpr(FP8_STEP // 32):
+                    self.take(a, fragments[h], h, None)
+            else:
+                for h in cutlass.range_constexpr(FP8_STEP // 32):
+                    at = factors_at + (slot * self.table_bytes + 64 * h)
+                    self.take(a, fragments[h], h, early if const_expr(h == 0 and early is not None) else shared_words(at, 4))
             cute.arch.fence_view_async_shared()  # this warp's loads of the codes come before the copy that replaces them
             release(bars.empty + stage)
             cute.arch.mbarrier_wait(bars.made + slot, ring[3])
@@ -417,6 +427,13 @@ class WeightGradientFp8(WeightGradientOfCodes):
             advance(ring, 0, spec.fp8_stages)
             advance(ring, 2, FP8_SLOTS)
         self.store_sums(t, acc)
+
+    def take(self, a: cute.Tensor, words, h: int, factors):
+        """The operand's words of 32 tokens, of which ``words`` hold 8 each; under the step's exponent by ``factors``, unless None."""
+        for k in range(2):
+            for i, selector in enumerate((0x6420, 0x7531)):
+                four = prmt(words[2 * k], words[2 * k + 1], selector)
+                a[4 * h + 2 * k + i] = four if factors is None else rounded(four, factors[2 * k], factors[2 * k + 1])
 
     @cute.jit
     def store_sums(self, t, acc: cute.Tensor):

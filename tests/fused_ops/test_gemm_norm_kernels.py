@@ -30,6 +30,12 @@ CASES = {
     "roles: dense, rows with gaps, every stage is filled again": dict(
         lengths=None, tokens=577, rows=128, columns=64, strided=True, needs=[True, False, False]
     ),
+    "roles: most tiles have one exponent": dict(
+        lengths=[300, 0, 131, 7], rows=128, columns=128, capacity=9, even=True, bad=[333], needs=NO_W
+    ),
+    "roles: the largest sums": dict(lengths=[90, 60], rows=128, columns=64, mean=False, loud=True, needs=NO_W),
+    "roles: no mean, exponents of dv near and far": dict(lengths=[33, 117], rows=128, columns=64, mean=False, needs=NO_W),
+    "roles: static exponents": dict(lengths=[33, 117], rows=256, columns=64, dk=[0, 64], dv=[0, 32], needs=NO_W),
     "roles: sums in stages that are filled again": dict(
         lengths=[300, 0, 601], rows=128, columns=192, capacity=9, bad=[3, 340], needs=[False, True, False]
     ),
@@ -61,6 +67,9 @@ CASES = {
     ),
     "FP8 products, two warpgroups, blocks of other sizes, every stage is filled again": dict(
         lengths=[1, 700, 0, 333], rows=128, columns=256, dk=[128, 64], xn=[0, 128], needs=[False, False, True]
+    ),
+    "FP8 products, most steps have one exponent": dict(
+        lengths=[31, 700, 0, 333], rows=128, columns=64, capacity=40, even=True, bad=[3], needs=[False, False, True]
     ),
     "FP8 products, dense": dict(lengths=None, tokens=333, rows=64, columns=64, needs=[False, False, True]),
     "no tokens in any sequence": dict(lengths=[0, 0], rows=64, columns=64, capacity=5),
