@@ -14,9 +14,8 @@ from cutlass import BFloat16, Float16, Float32, Int32
 from torch import Tensor
 
 from fused_ops.coordinates.reference import LEAST, REACH, STEP
-from fused_ops.gemm_norm_backward.rows import warp_mma
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.matrices import load_matrices, warp_mma
 from lp_fa4.common.numbers import bf16x2, f16x2
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
 

@@ -3,7 +3,6 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.numbers import bf16x2, e4m3x4_to_float, float_of, inline_ptx
@@ -19,17 +18,6 @@ def pinned64(x):
 def prefetch_line(address):
     """Ask for one line of global memory in L2."""
     inline_ptx(None, [address], "prefetch.global.L2 [$0];", "l", side_effects=True)
-
-
-def warp_mma(kind: str, acc: cute.Tensor, at: int, a, b0, b1):
-    """16 x 8 accumulators ``acc[at : at + 4]`` plus the product of ``a`` (four words) and ``b0, b1`` over 16; ``kind``: "f16" or "bf16"."""
-    struct = llvm.StructType.get_literal([T.f32()] * 4)
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-    text += "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    operands = [*a, b0, b1, *(acc[at + i] for i in range(4))]
-    result = inline_ptx(struct, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
-    for i in range(4):
-        acc[at + i] = Float32(llvm.extractvalue(T.f32(), result, [i]))
 
 
 @cute.jit

@@ -1,7 +1,7 @@
 """From shared memory to registers: words, and 8 x 8 matrices of 16-bit units as products want them."""
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -24,3 +24,14 @@ def load_matrices(address, transposed: bool = False) -> list[Int32]:
     text = f"ldmatrix.sync.aligned.m8n8.x4{form}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
     result = inline_ptx(kind, [address], text, "=r,=r,=r,=r,r,~{memory}", side_effects=True)
     return [Int32(llvm.extractvalue(T.i32(), result, [i])) for i in range(4)]
+
+
+def warp_mma(kind: str, acc: cute.Tensor, at: int, a, b0, b1):
+    """16 x 8 accumulators ``acc[at : at + 4]`` plus the product of ``a`` (four words) and ``b0, b1`` over 16; ``kind``: "f16" or "bf16"."""
+    struct = llvm.StructType.get_literal([T.f32()] * 4)
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+    text += "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    operands = [*a, b0, b1, *(acc[at + i] for i in range(4))]
+    result = inline_ptx(struct, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+    for i in range(4):
+        acc[at + i] = Float32(llvm.extractvalue(T.f32(), result, [i]))

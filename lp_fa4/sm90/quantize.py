@@ -4,7 +4,8 @@
 tokens by D. A CTA takes one 128-token tile of one head: load, subtract, maximum, quantize, store; with the codes also
 through shared memory for the copy (``tile_transpose``). The values stay in registers as they were loaded: half the
 registers of FP32, twice the CTAs that have loads under way. What bounds the pass, next to memory, is instructions, so
-maxima are taken two elements at a time and centring and scaling are one instruction (see ``measure`` and ``encode``).
+maxima are taken two elements at a time, centring and scaling are one instruction (see ``measure`` and ``encode``), tensor
+cores add up columns (``add_rows``), and a tile's sequence is guessed before it is searched for.
 Optional by-products of the same read:
 
 * ``sums``: FP32 column sums of the centred, unrounded values per tile, in a fixed order (``sequence_vectors`` adds
@@ -32,7 +33,20 @@ from cutlass.cutlass_dsl import T
 from torch import Tensor
 
 from lp_fa4.common.backward_host import aligned_rows
-from lp_fa4.common.numbers import absolute, byte_of_amax_bits, e4m3x4, inline_ptx, inverse_of_byte, magnitude_max, scale_of_byte, warp_max
+from lp_fa4.common.matrices import warp_mma
+from lp_fa4.common.numbers import (
+    absolute,
+    bits_of,
+    byte_of_amax_bits,
+    e4m3x4,
+    effect,
+    float_of,
+    inline_ptx,
+    inverse_of_byte,
+    max3,
+    scale_of_byte,
+    warp_max,
+)
 from lp_fa4.common.rows import eight, elements, extreme, fma, wide, words_of
 from lp_fa4.common.sequence import TILE, find_sequence, region_groups
 from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
@@ -44,7 +58,7 @@ from lp_fa4.sm90.tile_transpose import THREADS, shared_words, store_columns, wor
 
 WARPS = THREADS // 32
 CARVEOUT = 45
-"""Percent of a multiprocessor's on-chip memory that is shared: up to four CTAs with a tile of codes and sums, 21 KB each."""
+"""Percent of a multiprocessor's on-chip memory that is shared: three CTAs with a tile of codes and sums, 25 KB each, and four without."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +103,25 @@ class QuantizeSpec:
         return TILE // self.block
 
     @property
+    def products(self) -> bool:
+        """Whether tensor cores add up columns: 16-bit elements under one power of two a tile."""
+        return self.sums and self.block == TILE and self.dtype != "float32"
+
+    @property
+    def parts(self) -> int:
+        """Sums of a column that a tile's warps leave."""
+        return WARPS * (32 // self.lanes if self.products else 1)
+
+    @property
+    def part_floats(self) -> int:
+        """Distance between two parts in shared memory: lanes that store at once meet different banks."""
+        return self.head_dim + (self.lanes // 4 if self.products else 0)
+
+    @property
     def ctas(self) -> int:
-        """CTAs that a multiprocessor should hold at once. Four would spill and were 3% slower; FP32 values take twice the registers."""
-        return 2 if self.dtype == "float32" else 3
+        """CTAs that a multiprocessor should hold at once: four, three beside a copy, whose spills were slower than a fourth was worth, and
+        two of FP32 values, which take twice the registers."""
+        return 2 if self.dtype == "float32" else 4 if self.order is None else 3
 
 
 class Place(NamedTuple):
@@ -117,10 +147,12 @@ class Quantize:
 
     @cute.jit
     def __call__(self, operands, factor: Float32, stream):
-        total = Int32(0)
+        total, shares = Int32(0), []
         for i in cutlass.range_constexpr(len(self.specs)):
+            tokens, heads, batch = (Int32(n) for n in (operands[i][0].shape[0], operands[i][0].shape[1], operands[i][1].shape[0] - 1))
             total = total + self.tiles(operands[i])
-        self.kernel(operands, factor).launch(
+            shares.append((Float32(1.0) / Float32(heads), Float32(batch) / Float32((tokens >> 7) + batch)))
+        self.kernel(operands, tuple(shares), factor).launch(
             grid=[total, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -131,10 +163,10 @@ class Quantize:
     def tiles(self, operand):
         """CTAs of an operand."""
         x, offsets = operand[0], operand[1]
-        return (Int32(x.shape[0]) // TILE + Int32(offsets.shape[0]) - 1) * Int32(x.shape[1])
+        return ((Int32(x.shape[0]) >> 7) + Int32(offsets.shape[0]) - 1) * Int32(x.shape[1])
 
     @cute.kernel
-    def kernel(self, operands, factor: Float32):
+    def kernel(self, operands, shares, factor: Float32):
         d = self.specs[0].head_dim
         index, _, _ = cute.arch.block_idx()
         smem = cutlass.utils.SmemAllocator()
@@ -146,51 +178,80 @@ class Quantize:
         if const_expr(any(s.order is not None for s in self.specs)):
             shared.tile = smem.allocate_tensor(Uint32, cute.make_layout(shared_words(d)), byte_alignment=16)
         if const_expr(any(s.sums for s in self.specs)):
-            shared.parts = smem.allocate_tensor(Float32, cute.make_layout((d, WARPS)), byte_alignment=16)
+            floats = max(s.parts * s.part_floats for s in self.specs if s.sums)
+            shared.parts = smem.allocate_tensor(Float32, cute.make_layout(floats), byte_alignment=16)
         for i in cutlass.range_constexpr(len(self.specs)):
             tiles = self.tiles(operands[i])
             if (index >= 0) & (index < tiles):
-                self.quantize_tile(self.specs[i], operands[i], index, factor, shared)
+                self.quantize_tile(self.specs[i], operands[i], shares[i], index, factor, shared)
             index = index - tiles
 
     @cute.jit
-    def quantize_tile(self, spec: cutlass.Constexpr, operand, index: Int32, factor: Float32, shared):
-        """Everything of one tile and head."""
-        x, offsets, means, codes, scales, transposed, sums, vectors, dots = operand
+    def quantize_tile(self, spec: cutlass.Constexpr, operand, shares, index: Int32, factor: Float32, shared):
+        """Everything of one tile and head. ``shares``: one over the heads; sequences a row of tiles, on average."""
+        x, offsets, scales, sums = operand[0], operand[1], operand[4], operand[6]
         tid, _, _ = cute.arch.thread_idx()
         heads, batch = Int32(x.shape[1]), Int32(offsets.shape[0]) - 1
-        tile_row, head = index // heads, index % heads
-        b = find_sequence(offsets, batch, tile_row, TILE)
-        begin, end = Int32(offsets[b]), Int32(offsets[b + 1])
-        first = TILE * (tile_row - (begin // TILE + b))
+        tile_row = Int32(Float32(index) * shares[0])  # to one, for as many tiles as memory may hold
+        head = index - tile_row * heads
+        if head < 0:
+            tile_row, head = tile_row - 1, head + heads
+        if head >= heads:
+            tile_row, head = tile_row + 1, head - heads
+        b, begin, end = self.sequence_of(offsets, batch, tile_row, shares[1])
+        first = (tile_row - (begin >> 7) - b) << 7
         limit = end
         if b == batch - 1:
             limit = Int32(x.shape[0])  # slack past the last sequence: written, never read
         at = Place(head, b, begin, end, first, limit, tid // spec.lanes, 8 * (tid % spec.lanes))
-        raw = cute.make_rmem_tensor((spec.words, spec.passes), Uint32)
-        self.load(spec, x, at, raw)
+        if begin + first < limit or const_expr(spec.order is not None):
+            self.quantize_rows(spec, operand, at, tile_row, factor, shared)
+        else:  # the tile rule's spare tile behind whole ones: no row, only pads
+            bytes_ = cute.make_rmem_tensor(4, Int32)
+            bytes_.fill(0)
+            self.store_scales(spec, at, bytes_, offsets, batch, scales)
+            if const_expr(spec.sums):  # noqa: SIM102 - known to the compiler, the other is not
+                if tid < spec.head_dim:
+                    sums[tile_row, head, tid] = Float32(0.0)
+
+    @cute.jit
+    def sequence_of(self, offsets, batch, tile_row, share):
+        """Sequence of a row of tiles, its first token and its end: where it would be if all were as long, or found by search."""
+        b = cutlass.min(Int32((Float32(tile_row) + 0.5) * share), batch - 1)
+        begin, end = Int32(offsets[b]), Int32(offsets[b + 1])
+        if (begin >> 7) + b > tile_row or ((end >> 7) + b + 1 <= tile_row and b + 1 < batch):
+            b = find_sequence(offsets, batch, tile_row, TILE)
+            begin, end = Int32(offsets[b]), Int32(offsets[b + 1])
+        return b, begin, end
+
+    @cute.jit
+    def quantize_rows(self, spec: cutlass.Constexpr, operand, at, tile_row: Int32, factor: Float32, shared):
+        """A tile that has rows."""
+        x, offsets, means, codes, scales, transposed, sums, vectors, dots = operand
+        batch = Int32(offsets.shape[0]) - 1
         mean = cute.make_rmem_tensor(8, Float32)
         mean.fill(0.0)
         if const_expr(spec.centred):
-            eight(means, (b, head, at.column), mean)
+            eight(means, (at.b, at.head, at.column), mean)
+        raw = cute.make_rmem_tensor((spec.words, spec.passes), Uint32)
+        self.load(spec, x, at, raw)
         self.measure(spec, raw, mean, at, shared)
         bytes_, inverses = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
         self.find_scales(spec, at, bytes_, inverses, shared)
         if const_expr(spec.bounded):
             self.bound_rows(spec, raw, bytes_, inverses, shared)
-        nothing = Uint32(bytes_[0] >> 8)  # 0, which no compiler can know: else FP32 values are kept, or spilled, instead of widened again
-        for i in cutlass.range_constexpr(cute.size(raw)):
-            raw[i] = raw[i] | nothing
         self.encode(spec, raw, mean, at, bytes_, inverses, (codes, vectors, dots), factor, shared)
+        if const_expr(spec.products):
+            self.add_rows(spec, raw, at, bytes_[0], inverses[0], shared)
         self.store_scales(spec, at, bytes_, offsets, batch, scales)
         if const_expr(spec.sums or spec.order is not None):
             cute.arch.sync_threads()
         if const_expr(spec.sums):
-            self.store_sums(spec, at, shared, sums, tile_row)
+            self.store_sums(spec, at, shared, means, sums, tile_row, bytes_[0], inverses[0])
         if const_expr(spec.order is not None):
-            region = region_groups(offsets, batch, b, Int32(scales.shape[0]))
-            position = 32 * (begin // 32 + b) + first
-            store_columns(shared.tile, transposed, head, position, 32 * region - first, spec.head_dim, spec.order)
+            region = region_groups(offsets, batch, at.b, Int32(scales.shape[0]))
+            position = 32 * (at.begin // 32 + at.b) + at.first
+            store_columns(shared.tile, transposed, at.head, position, 32 * region - at.first, spec.head_dim, spec.order)
 
     @cute.jit
     def load(self, spec: cutlass.Constexpr, x, at, raw):
@@ -223,10 +284,10 @@ class Quantize:
                 high, low = raw[w, each * g], raw[w, each * g]
                 for p in cutlass.range_constexpr(each * g + 1, each * (g + 1)):
                     high, low = extreme(high, raw[w, p], dtype, "max"), extreme(low, raw[w, p], dtype, "min")
-                ends = [wide([word], dtype) for word in (high, low)]
-                for i in cutlass.range_constexpr(8 // spec.words):
-                    for end in ends:
-                        top = magnitude_max(top, end[i] - mean[8 // spec.words * w + i] if spec.centred else end[i])
+                for i, (most, least) in enumerate(zip(wide([high], dtype), wide([low], dtype), strict=True)):
+                    middle = mean[8 // spec.words * w + i]
+                    ends = (most - middle, middle - least) if spec.centred else (most, -least)
+                    top = max3(top, *map(bits_of, ends))  # one of the two may be negative, and is no maximum then; a NaN is not
             most = warp_max(top)
             if lane == 0:
                 maxima[warp, g] = most
@@ -290,12 +351,15 @@ class Quantize:
         total, shift, vector = (cute.make_rmem_tensor(8, Float32) for _ in range(3))
         total.fill(0.0)
         products = cute.make_rmem_tensor(spec.passes, Float32)
+        nothing = Uint32(bytes_[0] >> 8)  # 0, which no compiler can know: else FP32 values are kept, or spilled, instead of widened again
         if const_expr(spec.dots):
             eight(vectors, (at.b, at.head // spec.group, at.column), vector)
         target = (codes.iterator + cute.crd2idx((at.begin + at.first + at.row0, at.head, at.column), codes.layout)).toint()
         step = Int64(codes.stride[0]) * spec.step
+        clean = at.begin + at.first + TILE <= at.end
         for g in cutlass.range_constexpr(spec.blocks):
             byte, inverse = bytes_[g], inverses[g]
+            clean = clean and byte != 255
             back = scale_of_byte(cutlass.min(byte, 254))
             sums = cute.make_rmem_tensor(8, Float32)
             sums.fill(0.0)
@@ -305,9 +369,9 @@ class Quantize:
             for p in cutlass.range_constexpr(each * g, each * (g + 1)):
                 row = at.row0 + p * spec.step
                 token = at.begin + at.first + row
-                values = wide([raw[w, p] for w in range(spec.words)], spec.dtype)
+                values = wide_again([raw[w, p] for w in range(spec.words)], spec.dtype, nothing)
                 values = [fma(v, inverse, shift[i]) if spec.centred else v * inverse for i, v in enumerate(values)]
-                if const_expr(spec.sums):
+                if const_expr(spec.sums and not spec.products):
                     inside = Float32(1.0) if token < at.end else Float32(0.0)
                     for i in cutlass.range_constexpr(8):
                         sums[i] = fma(values[i], inside, sums[i])
@@ -318,22 +382,70 @@ class Quantize:
                     products[p] = dot * back
                 words = cute.make_rmem_tensor(2, Uint32)
                 for w in cutlass.range_constexpr(2):
-                    code = e4m3x4(*values[4 * w : 4 * w + 4])
-                    words[w] = Uint32(code if (byte != 255) & (token < at.end) else Int32(0))
-                if token < at.limit:
-                    pointer = cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8)
-                    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(2)))
+                    words[w] = Uint32(e4m3x4(*values[4 * w : 4 * w + 4]))
+                text = "{.reg .pred p; setp.lt.s32 p, $3, $4; @p st.global.v2.b32 [$0], {$1, $2};}"  # a branch would cost more
+                effect([target, words[0], words[1], token, at.end], text, "l,r,r,r,r")
                 target = target + step
                 if const_expr(spec.order is not None):
-                    to = word_index(row, at.column // 16, spec.head_dim) + (at.column // 8) % 2 * 2
-                    pointer = cute.make_ptr(Uint32, (tile.iterator + to).toint(), cute.AddressSpace.smem, assumed_align=8)
-                    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(2)))
-            for i in cutlass.range_constexpr(8):
-                total[i] = sums[i] * back if const_expr(g == 0) else fma(sums[i], back, total[i])
+                    store8(words, shared_row(tile, row, at.column, spec.head_dim), cute.AddressSpace.smem)
+            if const_expr(spec.sums and not spec.products):
+                for i in cutlass.range_constexpr(8):
+                    total[i] = sums[i] * back if const_expr(g == 0) else fma(sums[i], back, total[i])
+        if not clean:
+            self.blank(spec, at, bytes_, codes, tile)
         if const_expr(spec.dots):
             self.store_dots(spec, at, products, dots, factor)
-        if const_expr(spec.sums):
+        if const_expr(spec.sums and not spec.products):
             self.share_sums(spec, at, total, shared)
+
+    @cute.jit
+    def blank(self, spec: cutlass.Constexpr, at, bytes_, codes, tile):
+        """Zeros for the codes that a tile has none of: rows past its sequence's end, blocks that are not finite."""
+        words = cute.make_rmem_tensor(2, Uint32)
+        words.fill(0)
+        for p in cutlass.range_constexpr(spec.passes):
+            row = at.row0 + p * spec.step
+            token = at.begin + at.first + row
+            if bytes_[p * spec.blocks // spec.passes] == 255 or token >= at.end:
+                if token < at.limit:
+                    target = (codes.iterator + cute.crd2idx((token, at.head, at.column), codes.layout)).toint()
+                    store8(words, target, cute.AddressSpace.gmem)
+                if const_expr(spec.order is not None):
+                    store8(words, shared_row(tile, row, at.column, spec.head_dim), cute.AddressSpace.smem)
+
+    @cute.jit
+    def add_rows(self, spec: cutlass.Constexpr, raw, at, byte, inverse, shared):
+        """Column sums of a warp's rows of elements, in units of their codes, to shared memory.
+
+        A row's words are B of a product whose A has the unit on its diagonal: the product adds up what lanes of one column hold, and
+        leaves each sum in a lane of another. BF16 has every unit; FP16 has not, and is added up as it is."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane, parts = tid // 32, tid % 32, shared.parts
+        group, quad, kind = lane // 4, lane % 4, "bf16" if spec.dtype == "bfloat16" else "f16"
+        unit = (bits_of(inverse) >> 16) & 0xFFFF if const_expr(spec.dtype == "bfloat16") else Int32(0x3C00)
+        diagonal = unit << 16 * (group % 2) if group // 2 == quad else Int32(0)
+        nothing = byte >> 8, byte >> 9  # 0, as no compiler knows: it would copy what it knows before every product
+        a = (diagonal, *nothing, diagonal | nothing[1])
+        sums = cute.make_rmem_tensor(8, Float32)
+        sums.fill(0.0)
+        if at.begin + at.first + TILE <= at.end:
+            for p in cutlass.range_constexpr(spec.passes):
+                for half in cutlass.range_constexpr(2):
+                    warp_mma(kind, sums, 4 * half, a, raw[2 * half, p], raw[2 * half + 1, p])
+        else:
+            for p in cutlass.range_constexpr(spec.passes):
+                keep = Uint32(0xFFFFFFFF) if at.begin + at.first + at.row0 + p * spec.step < at.end else Uint32(0)
+                for half in cutlass.range_constexpr(2):
+                    warp_mma(kind, sums, 4 * half, a, raw[2 * half, p] & keep, raw[2 * half + 1, p] & keep)
+        for i in cutlass.range_constexpr(8):
+            source = 4 * (2 * quad + i % 2) + group // 2
+            column = 8 * (source % spec.lanes) + 4 * (i // 4) + 2 * (i // 2 % 2) + group % 2
+            part = 32 // spec.lanes * warp + source // spec.lanes
+            parts[part * spec.part_floats + self.part_place(spec, column)] = sums[i]
+
+    def part_place(self, spec, column):
+        """Where a part has its column: two halves of a row of 128 meet different banks."""
+        return column ^ (column // 64 * 2) if spec.products else column
 
     @cute.jit
     def store_dots(self, spec: cutlass.Constexpr, at, products, dots, factor):
@@ -366,31 +478,58 @@ class Quantize:
             if const_expr(spec.lanes == 8):
                 part = part + cute.arch.shuffle_sync_bfly(part, offset=8)
             if lane < spec.lanes:
-                parts[at.column + i, warp] = part
+                parts[warp * spec.part_floats + at.column + i] = part
 
     @cute.jit
     def store_scales(self, spec: cutlass.Constexpr, at, bytes_, offsets, batch, scales):
         """One byte for each of the tile's groups that the sequence's region has."""
         tid, _, _ = cute.arch.thread_idx()
-        region = region_groups(offsets, batch, at.b, Int32(scales.shape[0]))
-        if (tid < 4) & (at.first // 32 + tid < region):
-            group_byte = Int32(0)
-            if at.begin + at.first + 32 * tid < at.end:
-                group_byte = bytes_[0]
-                for g in cutlass.range_constexpr(1, spec.blocks):
-                    group_byte = bytes_[g] if tid == g else group_byte
-            scales[at.begin // 32 + at.b + at.first // 32 + tid, at.head, 0] = cutlass.Uint8(group_byte)
+        if tid < 4:  # noqa: SIM102 - the others need not look for the region
+            if (at.first >> 5) + tid < region_groups(offsets, batch, at.b, Int32(scales.shape[0])):
+                group_byte = Int32(0)
+                if at.begin + at.first + 32 * tid < at.end:
+                    group_byte = bytes_[0]
+                    for g in cutlass.range_constexpr(1, spec.blocks):
+                        group_byte = bytes_[g] if tid == g else group_byte
+                scales[(at.begin >> 5) + at.b + (at.first >> 5) + tid, at.head, 0] = cutlass.Uint8(group_byte)
 
     @cute.jit
-    def store_sums(self, spec: cutlass.Constexpr, at, shared, sums, tile_row):
-        """The tile's FP32 column sums: over the warps in order; 0 for a tile without tokens."""
+    def store_sums(self, spec: cutlass.Constexpr, at, shared, means, sums, tile_row, byte, inverse):
+        """The tile's FP32 column sums: over the parts in order; 0 for a tile without tokens."""
         tid, _, _ = cute.arch.thread_idx()
         parts = shared.parts
         if tid < spec.head_dim:
-            total = parts[tid, 0]
-            for w in cutlass.range_constexpr(1, WARPS):
-                total = total + parts[tid, w]
+            at_column = self.part_place(spec, tid)
+            total = parts[at_column]
+            for part in cutlass.range_constexpr(1, spec.parts):
+                total = total + parts[part * spec.part_floats + at_column]
+            if const_expr(spec.products):  # so far of the elements, in the units of the product
+                unit, back = Float32(1.0), Float32(1.0)
+                if const_expr(spec.dtype == "bfloat16"):
+                    unit, back = inverse, scale_of_byte(cutlass.min(byte, 254))
+                if const_expr(spec.centred):
+                    count = Float32(cutlass.min(at.end - at.begin - at.first, TILE))
+                    total = fma(-count, means[at.b, at.head, tid] * unit, total)
+                total = total * back
             sums[tile_row, at.head, tid] = total if at.begin + at.first < at.end else Float32(0.0)
+
+
+def wide_again(words, dtype: str, nothing):
+    """``wide`` of words that were widened before, by what no compiler can know to be the same. ``nothing``: a 0."""
+    if dtype != "bfloat16":
+        return wide([word | nothing for word in words], dtype)
+    shift, mask = Uint32(0x10000) | nothing, Uint32(0xFFFF0000) | nothing
+    return [float_of(Int32(half)) for word in words for half in (word * shift, word & mask)]
+
+
+def store8(words, address, space):
+    """Two words to an address that is a multiple of 8."""
+    cute.autovec_copy(words, cute.make_tensor(cute.make_ptr(Uint32, address, space, assumed_align=8), cute.make_layout(2)))
+
+
+def shared_row(tile, row, column, head_dim: int):
+    """Shared address of eight codes of a row."""
+    return (tile.iterator + word_index(row, column // 16, head_dim) + column // 8 % 2 * 2).toint()
 
 
 def row_units(values, inverse):
