@@ -42,10 +42,9 @@ from fused_ops.gemm_norm_backward.rows import (
     scale_address,
     search,
     search_alone,
-    warp_mma,
 )
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.matrices import shared_words
+from lp_fa4.common.matrices import shared_words, warp_mma
 from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, float_of, pinned, quad_sum, scale_of_byte, warp_max
 from lp_fa4.common.rows import fma
 from lp_fa4.compile import build, fake, kernel_cache, symbol

@@ -30,10 +30,9 @@ from fused_ops.gemm_norm_backward.rows import (
     scale_address,
     search,
     search_alone,
-    warp_mma,
 )
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.common.matrices import load_matrices
+from lp_fa4.common.matrices import load_matrices, warp_mma
 from lp_fa4.compile import build, kernel_cache
 
 AHEAD = 4
