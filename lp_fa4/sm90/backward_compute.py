@@ -263,15 +263,20 @@ def store_codes(w, codes, buffer, x):
     """What :func:`publish` stores."""
     units = [pick_pairs(codes[2 * (j // 2)], codes[2 * (j // 2) + 1], "5140" if j % 2 == 0 else "7362") for j in range(8)]
     # this lane's row in a transposing stmatrix of dS: query lane (+ 32), 16-byte chunk of this warp's keys
-    lane = pinned(w.lane)
-    address = w.ds_address + buffer * (QUERY_TILE * KEY_TILE) + lane * KEY_TILE + ((w.warp ^ (lane % 8)) << 4)
+    if const_expr(w.ds_line is not None):
+        address = w.ds_line + buffer * (QUERY_TILE * KEY_TILE)
+    else:
+        lane = pinned(w.lane)
+        address = w.ds_address + buffer * (QUERY_TILE * KEY_TILE) + lane * KEY_TILE + ((w.warp ^ (lane % 8)) << 4)
     for half in cutlass.range_constexpr(2):
         effect(
             [address + half * (32 * KEY_TILE), *units[4 * half : 4 * half + 4]],
             "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
             "r,r,r,r,r",
         )
-    if w.lane == 0:
+    if const_expr(w.ds_line is not None):  # noqa: SIM114 - known to the compiler, the other is not; all lanes store the same
+        effect([w.scales + 32 * buffer + 4 * w.warp, x], "st.shared.f32 [$0], $1;", "r,f")
+    elif w.lane == 0:
         effect([w.scales + 32 * buffer + 4 * w.warp, x], "st.shared.f32 [$0], $1;", "r,f")
 
 
@@ -329,8 +334,13 @@ def hand_over(spec, w, stage, buffer):
     :func:`publish`, so this comes when the next products are under way."""
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
-    arrive(w.bars.ds_full + buffer)
-    release(spec, w.bars.a_empty + stage, w.peer)  # after a proxy fence: the next copy overwrites statistics that were read here
+    if const_expr(spec.halves):  # never a cluster; the lane is known, an election is an instruction more
+        if w.lane == 0:
+            cute.arch.mbarrier_arrive(w.bars.ds_full + buffer)
+            cute.arch.mbarrier_arrive(w.bars.a_empty + stage)
+    else:
+        arrive(w.bars.ds_full + buffer)
+        release(spec, w.bars.a_empty + stage, w.peer)  # after a proxy fence: the next copy overwrites statistics that were read here
 
 
 @cute.jit
@@ -354,7 +364,7 @@ def start_last(spec, w, dK, last):
     """Issue dK of a segment's last query tile; dV is done. ``last``: as in :func:`step`."""
     stage, _, out, out_phase = last
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
-    product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + out * w.tile, QUERY_TILE)
+    product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + out * w.tile, QUERY_TILE, zero=w.zero)
     hand_over(spec, w, stage, out)
 
 
@@ -375,7 +385,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
     Every MMA is issued and awaited inside one step: ptxas cannot follow a group across the loop's back edge and serializes every wgmma
     as soon as dK is read there (C7514). dK runs under the exponentials where registers allow.
     """
-    fk, fv, k, v = keys
+    fk, fv, k, v, *_ = keys
     bars, under = w.bars, not spec.causal or spec.group == 1
     stage, phase, out, out_phase = now
     last_stage, _, last_out, last_phase = last

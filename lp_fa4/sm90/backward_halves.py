@@ -38,7 +38,7 @@ from lp_fa4.sm90.backward_compute import (
     warpgroup_maximum,
 )
 from lp_fa4.sm90.backward_layout import KEY_TILE, QUERY_TILE, REDO, STAT_AC2, STAT_B2, STAT_S0, STAT_VT, TROUBLE
-from lp_fa4.sm90.backward_ops import effect, larger, power_for, redux_max, release, shared_floats
+from lp_fa4.sm90.backward_ops import effect, larger, power_for, redux_max, shared_floats
 from lp_fa4.sm90.wgmma import product
 
 CODE_TARGET = 5
@@ -126,10 +126,10 @@ def load_keys(spec, w):
 
 
 @cute.jit
-def probabilities(spec, w, S, p, P, stat, fk, diagonal):
-    """From S (scores) p, and P, their codes. Word ``r + 2 j`` holds queries ``8 j + 2 (lane % 4)`` and the next of row r."""
-    scale = pair(shared_floats(stat + 4 * STAT_S0, 1, 4)[0] * fk)
-    columns = stat + 4 * STAT_AC2 + 16 * (w.lane & 3)
+def probabilities(spec, w, S, p, P, stat, scale, diagonal):
+    """From S (scores) p, and P, their codes, under ``scale``, packed. Word ``r + 2 j`` holds queries ``8 j + 2 (lane % 4)`` and the next of
+    row r."""
+    columns = stat + 4 * STAT_AC2 + w.column
     seen = Int32(0) if const_expr(not spec.causal) else (Int32(-1) if diagonal + 15 <= 0 else Int32(0))  # all of this warp's keys are
     for q in cutlass.range_constexpr(4):
         a = shared_words(columns + 64 * q, 4)  # of 16 queries: a twice, c twice
@@ -147,6 +147,11 @@ def probabilities(spec, w, S, p, P, stat, fk, diagonal):
         diagonal_mask(w, P, p, diagonal)
 
 
+def score_scale(stat, fk):
+    """Packed factor of a query tile's scores."""
+    return pair(shared_floats(stat + 4 * STAT_S0, 1, 4)[0] * fk)
+
+
 def rows_left(w):
     """Masks of a thread's two rows: 0 past the sequence's end. What is there is a neighbour's, NaN perhaps: replaced, not multiplied."""
     left = shared_words(w.factors + 24, 1)[0] - (pinned(w.lane) >> 2)
@@ -154,9 +159,9 @@ def rows_left(w):
 
 
 @cute.jit
-def clear_rows(w, codes):
-    """Codes of rows past the sequence's end become 0."""
-    if shared_words(w.factors + 24, 1)[0] < 16:
+def clear_rows(w, codes, left):
+    """Codes of rows past the sequence's end become 0. ``left``: rows up to there."""
+    if left < 16:
         keep = rows_left(w)
         for i in cutlass.range_constexpr(8):
             codes[i] = codes[i] & keep[i % 2]
@@ -164,10 +169,9 @@ def clear_rows(w, codes):
 
 @cute.jit
 def score_gradients(w, p, dP, stat, f, g):
-    """dS under the FP32 factors f and g (see above), packed; p and dP stay."""
-    columns = stat + 4 * STAT_B2 + 16 * (w.lane & 3)
+    """dS under the packed factors f and g (see above); p and dP stay."""
+    columns = stat + 4 * STAT_B2 + w.column
     dS = [None] * 16
-    f, g = pair(f), pair(g)
     for half in cutlass.range_constexpr(2):
         b = shared_words(columns + 64 * half, 4)
         for i in cutlass.range_constexpr(4):
@@ -214,62 +218,69 @@ def inverse_unit(power):
 def lower(w, p, dP, dK, codes, stat, x, fv, unit):
     """Bring this warp's scale of dS, its codes and its sums of dK down to the range of codes. ``x``: the scale; ``fv``, ``unit``: 2^e_v
     of these keys and the largest. Returns the new scale. Rare."""
-    bits = redux_max(largest(w, score_gradients(w, p, dP, stat, x * fv, x * unit)))
+    bits = redux_max(largest(w, score_gradients(w, p, dP, stat, pair(x * fv), pair(x * unit))))
     down = Float32(1.0)
     if bits == 0x7F800000:
         down = Float32(FAR)
-        bits = redux_max(largest(w, score_gradients(w, p, dP, stat, x * fv * FAR, x * unit * FAR)))
+        bits = redux_max(largest(w, score_gradients(w, p, dP, stat, pair(x * fv * FAR), pair(x * unit * FAR))))
     down = down * power_for(bits, CODE_TARGET)
-    to_codes(score_gradients(w, p, dP, stat, x * fv * down, x * unit * down), codes)
-    clear_rows(w, codes)
+    to_codes(score_gradients(w, p, dP, stat, pair(x * fv * down), pair(x * unit * down)), codes)
+    clear_rows(w, codes, shared_words(w.factors + 24, 1)[0])
     scale_sums(dK, down)
     return x * down
 
 
 @cute.jit
-def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last):
-    """As ``backward_compute.step``, with dP issued before the exponentials and dV awaited at the end."""
-    fk, fv, *_ = keys
+def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, factor, keys, diagonal, now, last):
+    """As ``backward_compute.step``, with dP issued before the exponentials and dV awaited at the end. ``factor``: of dP, packed, as the
+    step before left it; ``keys``: as there, then the rows up to the sequence's end and the packed factor of scores (None: each tile has
+    its own). Returns x and ``factor``."""
+    fk, fv, _, _, left, scale = keys
     bars = w.bars
     stage, phase, out, out_phase = now
     last_stage, _, last_out, last_phase = last
     stat = w.stat + stage * (4 * spec.stat_span[1])
     S, dP = cute.make_rmem_tensor(w.score_shape, Float16), cute.make_rmem_tensor(w.score_shape, Float16)
-    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
     ring = w.low + stage * w.tile
-    product(w.mma_s, S, w.k, w.q, True, ring, spec.head_dim)
-    product(w.mma_s, dP, w.v, w.do, True, ring + w.places["do"], spec.head_dim)
+    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
+    product(w.mma_s, S, w.k, w.q, True, ring, spec.head_dim, zero=w.zero)
+    product(w.mma_s, dP, w.v, w.do, True, ring + w.places["do"], spec.head_dim, zero=w.zero, fence=False)
     if const_expr(kind == FIRST):
         warpgroup.wait_group(1)
     else:
         cute.arch.mbarrier_wait(bars.t_full + last_out, last_phase)
-        product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + last_out * w.tile, QUERY_TILE)
+        turned = w.low + w.places["qt"] + last_out * w.tile
+        product(w.mma_g, dK, w.dS_operand, w.qt, False, turned, QUERY_TILE, zero=w.zero, fence=False)
         hand_over(spec, w, last_stage, last_out)
         warpgroup.wait_group(2)
     p = cute.make_rmem_tensor(16, Int32)
     S, dP = cute.recast_tensor(S, Int32), cute.recast_tensor(dP, Int32)
-    probabilities(spec, w, S, p, w.P, stat, fk, diagonal)
-    product(w.mma_g, dV, w.P_operand, w.dot, kind == FIRST, ring + w.places["dot"], QUERY_TILE)
+    probabilities(spec, w, S, p, w.P, stat, score_scale(stat, fk) if const_expr(scale is None) else scale, diagonal)
+    product(w.mma_g, dV, w.P_operand, w.dot, kind == FIRST, ring + w.places["dot"], QUERY_TILE, zero=w.zero)
     warpgroup.wait_group(1)
     if const_expr(kind != FIRST):
-        release(spec, bars.t_empty + last_out, w.peer)
+        if w.lane == 0:
+            cute.arch.mbarrier_arrive(bars.t_empty + last_out)
         if const_expr(spec.follows):
             x = follow_scales(spec, w, stage, phase, x, dK)
+            factor = pair(x * fv)
     unit = fv if const_expr(spec.v_static) else shared_floats(stat + 4 * STAT_VT, 1, 4)[0]
     if const_expr(kind == FIRST):
         probe = inverse_unit(unit) * PROBE
-        x = first_exponent(spec, w, score_gradients(w, p, dP, stat, probe * fv, probe * unit), stat, stage, phase)
-    dS = score_gradients(w, p, dP, stat, x * fv, x * unit)
+        x = first_exponent(spec, w, score_gradients(w, p, dP, stat, pair(probe * fv), pair(probe * unit)), stat, stage, phase)
+        factor = pair(x * fv)
+    dS = score_gradients(w, p, dP, stat, factor, factor if const_expr(spec.v_static) else pair(x * unit))
     to_codes(dS, w.dS)
-    clear_rows(w, w.dS)
+    clear_rows(w, w.dS, left)
     full = Int32(0) if const_expr(kind == FIRST) else full_codes(w.dS)
     cute.arch.mbarrier_wait(bars.ds_empty + out, out_phase ^ 1)
     store_codes(w, w.dS, out, x)
     if const_expr(kind != FIRST):  # noqa: SIM102 - known to the compiler, the other is not
         if cute.arch.vote_any_sync(full != 0):
             x = lower(w, p, dP, dK, w.dS, stat, x, fv, unit)
+            factor = pair(x * fv)
             store_codes(w, w.dS, out, x)
     if const_expr(spec.follows):
         note_scale(w, stage, phase, x)
     warpgroup.wait_group(0)
-    return x
+    return x, factor

@@ -71,6 +71,8 @@ class WorkItems:
         batch = Int32(offsets_k.shape[0]) - 1
         self.place(offsets_k, offsets_q, state, slots, queries).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
         grid = cutlass.max((batch + (THREADS // 32 - 1)) // (THREADS // 32), Int32(ZEROING))
+        if const_expr(self.grouped):  # a thread a row and column of what they have in common
+            grid = cutlass.max(grid, Int32(cute.size(common) + (THREADS - 1)) // THREADS)
         self.write(offsets_k, offsets_q, items, state, dk, dv, dk_scale, dv_scale, need, dq_scale, common, slots, queries, dq_group).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream
         )

@@ -19,13 +19,13 @@ from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.backward_compute import FIRST, STEADY, end_last, key_factors, pass_tile, segment_factors, start_last
 from lp_fa4.sm90.backward_compute import step as full_step
 from lp_fa4.sm90.backward_dq import dq_warps
-from lp_fa4.sm90.backward_halves import load_keys, widened
+from lp_fa4.sm90.backward_halves import load_keys, score_scale, widened
 from lp_fa4.sm90.backward_halves import step as half_step
 from lp_fa4.sm90.backward_layout import CLEAR, ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, TROUBLE, BackwardSpec
 from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
 from lp_fa4.sm90.backward_ops import advance, arrive, leave_keys, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
-from lp_fa4.sm90.backward_store_halves import store_mxfp8_halves
+from lp_fa4.sm90.backward_store_halves import note_peaks, pair_scales, store_mxfp8_halves, store_pair
 from lp_fa4.sm90.wgmma import low_half
 
 REGISTERS, HALF_REGISTERS = (32, 208, 64), (32, 184, 112)
@@ -352,7 +352,14 @@ class BackwardMain:
                 factors=address(store.factors) + 32 * own,
                 peer=cute.arch.block_idx()[0] % 2 ^ 1,
                 ds_address=address(store.ds),
+                ds_line=None,
+                column=None,
+                zero=None,
             )
+            if const_expr(spec.halves):  # registers hold what depends on the lane, and 0 is no constant (``wgmma.described``)
+                w.ds_line = pinned(w.ds_address + lane * KEY_TILE + ((own ^ (lane & 7)) << 4))
+                w.column = pinned(16 * (lane & 3))
+                w.zero = tile_rows >> 31
             grads = SimpleNamespace(
                 suffix=suffix, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch, state=state.iterator.toint()
             )
@@ -365,7 +372,6 @@ class BackwardMain:
     def consume(self, w, grads, kv_heads):
         """Walk the items: segments of at most 32 query tiles each, then the results of the key tile."""
         spec, bars = self.spec, w.bars
-        step = half_step if const_expr(spec.halves) else full_step
         d = spec.head_dim
         bid, _, _ = cute.arch.block_idx()
         scratch = grads.scratch + Int64(bid) * (2 * KEY_TILE * d * 4)
@@ -398,7 +404,7 @@ class BackwardMain:
                 else:
                     fk, fv = key_factors(spec, w, item)
                     k = w.low + w.places["k"] + pinned(w.warp) // 4 * w.tile + kv * (KEY_TILE // QUERY_TILE * w.tile)
-                    keys = (fk, fv, k, k + (w.places["v"] - w.places["k"]))
+                    keys = (fk, fv, k, k + (w.places["v"] - w.places["k"]), item.klen - item.n * KEY_TILE - 16 * w.warp)
                     if const_expr(spec.halves):
                         load_keys(spec, w)
                         cute.arch.sync_warp()
@@ -406,6 +412,8 @@ class BackwardMain:
                     for s in cutlass.range(segments, unroll=1):
                         here = Item(pinned(w.record + RECORD_BYTES * kv)) if const_expr(spec.long) else item  # registers are short
                         _, low, count, turn = segment(spec, here, *query_span(spec, here), s)
+                        if const_expr(spec.halves and not (spec.long or spec.causal)):  # one segment, whose order does not show here
+                            low, count, turn = Int32(0), item.tiles, Int32(0)
                         # ptxas cannot see it, and would keep the descriptors of every product in ordinary registers
                         out, out_phase = cute.arch.make_warp_uniform(out), cute.arch.make_warp_uniform(out_phase)
                         if const_expr(stages(spec)[0] == 2):
@@ -417,12 +425,16 @@ class BackwardMain:
                         segment_factors(spec, w, stage)
                         diagonal = here.n * KEY_TILE + 16 * w.warp - here.klen + here.qlen - QUERY_TILE * low
                         now = (stage, phase, out, out_phase)
-                        x = step(spec, FIRST, w, dV, dK, Float32(1.0), keys, diagonal - QUERY_TILE * turn, now, now)
+                        own, of_dp = keys, Int32(0)
+                        if const_expr(spec.halves):
+                            stat = w.stat + stage * (4 * spec.stat_span[1])
+                            own = (*keys, None if const_expr(spec.recoded) else score_scale(stat, fk))
+                        x, of_dp = self.step(FIRST, w, dV, dK, Float32(1.0), of_dp, own, diagonal - QUERY_TILE * turn, now, now)
                         for _ in cutlass.range(count - 1, unroll=1):
                             last, turn = (stage, phase, out, out_phase), self.next_turn(turn, count)
                             stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
                             now = (stage, phase, out, out_phase)
-                            x = step(spec, STEADY, w, dV, dK, x, keys, diagonal - QUERY_TILE * turn, now, last)
+                            x, of_dp = self.step(STEADY, w, dV, dK, x, of_dp, own, diagonal - QUERY_TILE * turn, now, last)
                         again = Item(pinned(w.record + RECORD_BYTES * kv))  # not held through the loop: registers are short
                         left = again.klen - (again.n * KEY_TILE + 16 * w.warp)
                         again.mean = w.mean + kv * (4 * spec.head_dim)
@@ -433,30 +445,39 @@ class BackwardMain:
                         start_last(spec, w, dK, (stage, phase, out, out_phase))
                         if const_expr(spec.group > 1):  # registers are short
                             end_last(spec, w, out)
-                        # elsewhere dV leaves under the last product
-                        self.leave(
-                            w,
-                            0,
-                            dV,
-                            shared_floats(w.factors, 1, 4)[0],
-                            s,
-                            segments,
-                            again,
-                            left,
-                            grads,
-                            kv_heads,
-                            scratch,
-                        )
-                        if const_expr(spec.mean_row):  # one segment
-                            cute.arch.sync_warp()  # all lanes have read the record and the sums
-                            arrive(bars.k_empty + kv)
-                        if const_expr(spec.group == 1):
-                            end_last(spec, w, out)
-                        factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
-                        self.leave(w, 1, dK, factor, s, segments, again, left, grads, kv_heads, scratch)
+                        if const_expr(spec.packed_store(0)):  # both are like that
+                            self.leave_both(w, dV, dK, x, out, again, left, grads, kv_heads)
+                        else:
+                            # elsewhere dV leaves under the last product
+                            self.leave(
+                                w,
+                                0,
+                                dV,
+                                shared_floats(w.factors, 1, 4)[0],
+                                s,
+                                segments,
+                                again,
+                                left,
+                                grads,
+                                kv_heads,
+                                scratch,
+                            )
+                            if const_expr(spec.mean_row):  # one segment
+                                cute.arch.sync_warp()  # all lanes have read the record and the sums
+                                arrive(bars.k_empty + kv)
+                            if const_expr(spec.group == 1):
+                                end_last(spec, w, out)
+                            factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
+                            self.leave(w, 1, dK, factor, s, segments, again, left, grads, kv_heads, scratch)
                         stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
             items = items + 1
         cute.arch.cp_async_bulk_wait_group(0)
+
+    def step(self, kind, w, dV, dK, x, factor, keys, diagonal, now, last):
+        """One query tile; ``factor`` is of ``halves`` alone."""
+        if self.spec.halves:
+            return half_step(self.spec, kind, w, dV, dK, x, factor, keys, diagonal, now, last)
+        return full_step(self.spec, kind, w, dV, dK, x, keys, diagonal, now, last), factor
 
     @cute.jit
     def next_turn(self, turn, count):
@@ -474,6 +495,23 @@ class BackwardMain:
         out, out_phase = advance(out, out_phase, b_stages)
         stage, phase = advance(stage, phase, a_stages) if const_expr(a_stages != b_stages) else (out, out_phase)
         return stage, phase, out, out_phase
+
+    @cute.jit
+    def leave_both(self, w, dV, dK, x, out, item, left, grads, kv_heads):
+        """dV and dK leave as MXFP8 right from their FP16 sums; what can be known of dV is, under the last product of dK."""
+        spec = self.spec
+        d, blocks = spec.head_dim, spec.head_dim // 32
+        factors = [shared_floats(w.factors, 1, 4)[0], Float32(0.0)]
+        words = [cute.recast_tensor(dV, Int32), cute.recast_tensor(dK, Int32)]
+        tops = note_peaks(w, 0, words[0], factors[0], blocks, left)
+        end_last(spec, w, out)
+        factors[1] = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
+        tops = tops + note_peaks(w, 1, words[1], factors[1], blocks, left)
+        row = (Int64(item.k0 + item.n * KEY_TILE + 16 * w.warp) * kv_heads + item.hk) * d
+        scale = (Int64((item.k0 >> 5) + item.b + 4 * item.n + (w.warp >> 1)) * kv_heads + item.hk) * blocks
+        rows, scales = (grads.dv + row, grads.dk + row), (grads.dv_scale + scale, grads.dk_scale + scale)
+        inverse = pair_scales(spec, w, words, factors, tops, scales, left, grads, item.tag)
+        store_pair(spec, w, words, inverse, rows, kv_heads * d, left)
 
     @cute.jit
     def leave(self, w, which: cutlass.Constexpr, sums, factor, s, segments, item, left, grads, kv_heads, scratch):

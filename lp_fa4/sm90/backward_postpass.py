@@ -40,7 +40,7 @@ class Postpass(common.Postpass):
         line = 16 * (warp % 4) + lane // 4  # first of the two rows of this thread's values
         total = cute.make_rmem_tensor((width, self.rounds), Float32)
         total.fill(0.0)
-        for r in cutlass.range(place.buffers, unroll=4 if self.splits() else 1):
+        for r in cutlass.range(place.buffers, unroll=16 if self.splits() else 1):
             more = cute.make_rmem_tensor((width, self.rounds), kind)
             for p in cutlass.range_constexpr(self.rounds):
                 pointer = cute.make_ptr(kind, source + Int64(r) * step + 16 * (piece + 32 * p), cute.AddressSpace.gmem, assumed_align=16)

@@ -119,12 +119,23 @@ def send_rows(spec, lane, staging, rows: Int64, stride: Int32, left: Int32, spli
     """Copy the staged rows that exist to global memory, whole sectors at a time. ``split``: even and odd pairs of bytes are the columns of
     two neighbouring blocks of eight (:func:`encode_blocks`). Bulk copies, one a row, occupied the unit that also brings the operands and
     takes dQ away."""
-    pitch = staged_row(spec) + 16
+    write_rows(spec, lane, read_rows(spec, lane, staging), rows, stride, left, split)
+
+
+def read_rows(spec, lane, staging):
+    """Staged rows as :func:`write_rows` takes them: 16 bytes a lane and time."""
+    pitch, chunks = staged_row(spec) + 16, staged_row(spec) // 16
+    at_once, shift = 32 // chunks, chunks.bit_length() - 1
+    source = staging + (lane >> shift) * pitch + 16 * (lane & (chunks - 1))
+    return [shared_words(source + at_once * i * pitch, 4) for i in range(16 // at_once)]
+
+
+@cute.jit
+def write_rows(spec, lane, read, rows: Int64, stride: Int32, left: Int32, split: cutlass.Constexpr):
+    """Those to global memory, as :func:`send_rows` does."""
     chunks = staged_row(spec) // 16
-    at_once = 32 // chunks
-    first, source = lane // chunks, staging + lane // chunks * pitch + 16 * (lane % chunks)
-    target = rows + Int64(first) * stride + 16 * (lane % chunks)
-    read = [shared_words(source + at_once * i * pitch, 4) for i in range(16 // at_once)]
+    at_once, first = 32 // chunks, lane >> (chunks.bit_length() - 1)
+    target = rows + Int64(first) * stride + 16 * (lane & (chunks - 1))
     for i in cutlass.range_constexpr(16 // at_once):
         words = [read[i][j] for j in range(4)]
         if const_expr(split):

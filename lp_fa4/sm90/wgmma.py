@@ -34,15 +34,26 @@ def described(low, row_bytes: int, zero=None, of_a: bool = False):
 
 @cute.jit
 def product(
-    mma, acc, a, b, fresh: cutlass.Constexpr, b_low, b_bytes: cutlass.Constexpr, a_low=None, a_bytes: cutlass.Constexpr = 0, zero=None
+    mma,
+    acc,
+    a,
+    b,
+    fresh: cutlass.Constexpr,
+    b_low,
+    b_bytes: cutlass.Constexpr,
+    a_low=None,
+    a_bytes: cutlass.Constexpr = 0,
+    zero=None,
+    fence: cutlass.Constexpr = True,
 ):
     """Issue ``acc (+)= a b`` over all K blocks as one wgmma group; ``fresh``: what ``acc`` held does not count. Operands of shared memory
     are given by the lower halves of their descriptors and the bytes of their rows; of the fragments ``a`` and ``b`` only the layouts count
-    then. ``zero``: as in :func:`described`.
+    then. ``zero``: as in :func:`described`. ``fence``: no product before has seen to the registers of this one.
 
     From descriptor fragments the DSL makes 64-bit sums, five uniform instructions more a wgmma, each waiting for the one before.
     """
-    warpgroup.fence()
+    if const_expr(fence):
+        warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not fresh)
     for k in cutlass.range_constexpr(cute.size(a.shape[2])):

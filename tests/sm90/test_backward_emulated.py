@@ -18,6 +18,9 @@ SHORT_CHUNKS = dict(heads=1, kv_heads=1, shared=False, grads="mxfp8", chunk=2)
 
 CASES = {
     "module, two heads, aligned dO": dict(bounded=True, lengths=[100, 0, 140], queries=70, align=True),
+    "module, MXFP8, FP16 dQ, tails, rows of dO that grow": dict(
+        bounded=True, lengths=[150, 0, 20], queries=130, heads=1, kv_heads=1, grads="mxfp8", dq_dtype="float16", growth=3.0
+    ),
     "module, MXFP8, FP16 dQ, rows of q past what FP16 sums hold": dict(
         lengths=[150], queries=260, heads=1, kv_heads=1, grads="mxfp8", dq_dtype="float16", growth=4.0
     ),
