@@ -47,7 +47,7 @@ from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.matrices import shared_words, warp_mma
 from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, float_of, pinned, quad_sum, scale_of_byte, warp_max
 from lp_fa4.common.rows import fma
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 
 HEAD = 6
 """The row's largest codes are multiplied by 2^6: 448 becomes 28,672 of FP16's 65,504."""
@@ -697,7 +697,7 @@ def compile_input_gradient(arch: str, offsets_dtype: str | None, spec: InputSpec
         fake(spec.dtype, (tokens, spec.columns)),
         fake("float32", (spec.columns,), compact=True),
         fake("float32", (tokens,), align=4),
-        None if spec.dense else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        None if spec.dense else fake_offsets(offsets_dtype),
         fake(spec.dtype, (tokens, spec.columns), compact=True) if spec.need_x else None,
         fake("float32", (symbol(), spec.columns), compact=True) if spec.need_norm else None,
         Int32(1),

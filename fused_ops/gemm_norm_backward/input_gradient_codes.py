@@ -63,7 +63,7 @@ from lp_fa4.common.halves import fma2, mul2
 from lp_fa4.common.matrices import shared_words
 from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, pinned, prmt, quad_sum, scale_of_byte
 from lp_fa4.common.rows import fma
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 from lp_fa4.sm90.wgmma import low_half, product
 
 CODES = 128
@@ -819,7 +819,7 @@ def compile_input_gradient_of_codes(arch: str, offsets_dtype: str | None, spec: 
         fake(spec.dtype, (tokens, spec.columns)),
         fake("float32", (spec.columns,), compact=True),
         fake("float32", (tokens,), align=4),
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake(spec.dtype, (tokens, spec.columns), compact=True) if spec.need_x else None,
         fake("float32", (symbol(), spec.columns), compact=True) if spec.need_norm else None,
         Int32(1),

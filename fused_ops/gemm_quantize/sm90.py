@@ -29,7 +29,7 @@ from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE, GemmSpec, unsupport
 from fused_ops.gemm_quantize.sm90_roles import FIELDS, HALF, consume, fill_tables, fold_inverse, produce
 from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
@@ -217,7 +217,7 @@ def _compile_gemm_quantize(arch: str, offsets_dtype: str | None, spec: GemmSpec)
         scale(),
         scale(),
         scale() if spec.scale_parts == 2 else None,
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("uint8", (1, spec.columns // spec.width), align=1, compact=True) if spec.static else None,
         fake("uint8", (tokens, spec.columns), compact=True),
         None if spec.static else fake("uint8", (symbol(), spec.columns // spec.width), align=1, compact=True),

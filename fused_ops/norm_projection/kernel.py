@@ -47,7 +47,7 @@ from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import bits_of, inverse_of_byte, scale_of_byte
 from lp_fa4.common.sequence_vectors import sum_tiles
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm90.forward_kernel import first_stage, shared_layout
@@ -270,7 +270,7 @@ def _compile_norm_projection(arch: str, offsets_dtype: str | None, spec: Project
         fake(spec.dtype, (tokens, k)),
         fake(spec.weight_dtype, (1, k)),
         fake("float16" if spec.halves else "bfloat16", (n, k)),
-        None if offsets_dtype is None else fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("float32", (symbol(), k), compact=True) if spec.centred else None,
         fake("uint8", (1, k // spec.norm_width), align=1, compact=True),
         fake("uint8", (1, n // spec.width), align=1, compact=True),

@@ -32,7 +32,7 @@ from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import byte_of_amax_bits, e4m3x4, inverse_of_byte, magnitude_max
 from lp_fa4.common.sequence import find_sequence, region_groups
 from lp_fa4.common.sequence_vectors import MAX_SUMMED, sum_tiles
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, multiprocessors, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, multiprocessors, symbol
 from lp_fa4.mx import GROUP, scale_rows, sf_tiles
 from lp_fa4.mx.quantize import static_bytes
 from lp_fa4.sm90.tile_transpose import shared_words, store_columns, word_index
@@ -443,10 +443,6 @@ class NormQuantize:
             self.normalise(raw, factors[row], gain, mean, values)
 
 
-def _offsets(dtype: str | None):
-    return None if dtype is None else fake(dtype, (symbol(),), align=4 if dtype == "int32" else 8)
-
-
 @kernel_cache
 def _compile_norm_quantize(arch: str, offsets_dtype: str | None, spec: NormSpec):
     columns, tokens = spec.columns, symbol()
@@ -456,7 +452,7 @@ def _compile_norm_quantize(arch: str, offsets_dtype: str | None, spec: NormSpec)
         NormQuantize(spec),
         fake(spec.dtype, (tokens, columns)),
         fake(spec.weight_dtype, (1, columns)),
-        _offsets(offsets_dtype),
+        fake_offsets(offsets_dtype),
         fake("float32", (symbol(), columns), compact=True) if spec.centred else None,
         fake("uint8", (1, spec.blocks), align=1, compact=True) if spec.static else None,
         fake("uint8", (tokens, columns), compact=True),
@@ -480,7 +476,7 @@ def _compile_staged_norm(arch: str, offsets_dtype: str | None, spec: NormSpec):
         StagedNorm(spec),
         fake(spec.dtype, (tokens, columns)),
         fake(spec.weight_dtype, (1, columns)),
-        _offsets(offsets_dtype),
+        fake_offsets(offsets_dtype),
         fake("float32", (symbol(), columns), compact=True) if spec.centred else None,
         fake("uint8", (1, spec.blocks), align=1, compact=True) if spec.static else None,
         fake("uint8", (tokens, columns), compact=True),

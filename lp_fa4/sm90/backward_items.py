@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch import Tensor
 
 from lp_fa4.common.numbers import bits_of, effect, float_of
-from lp_fa4.compile import build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.sm90.backward_layout import (
     CHUNK,
     CLEAR,
@@ -261,7 +261,7 @@ def compile_items(
 ):
     """Compile for ``arch``. Arguments at launch: as of :func:`work_items`; queries a sequence (if not jagged); sequences a group."""
     rows, width, columns = symbol(), symbol(16), symbol()
-    offsets = fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8)
+    offsets = fake_offsets(offsets_dtype)
     return build(
         arch,
         WorkItems(jagged, serial, keys, scaled, shared, grouped),

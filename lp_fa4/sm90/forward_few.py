@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from lp_fa4.common.matrices import load_matrices
 from lp_fa4.common.numbers import e4m3x4, effect, exp2, exponent_of_byte, f16x2, scale_of_byte
 from lp_fa4.common.sequence import find_sequence
-from lp_fa4.compile import build, fake, kernel_cache, symbol
+from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 from lp_fa4.sm90.forward_config import FEW_KEYS as KEYS
 from lp_fa4.sm90.forward_config import FewSpec
 from lp_fa4.sm90.forward_consumer import visible_factor
@@ -557,7 +557,7 @@ def _compile_few(arch: str, offsets_dtype: str, spec: FewSpec):
         fake("uint8", (symbol(), kv_heads, d)) if spec.turns else fake("uint8", (kv_heads, d, symbol(32)), compact=True),
         fake("uint8", (symbol(), heads), align=1),
         *[fake("uint8", (symbol(), kv_heads), align=1) for _ in range(2)],
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake(spec.parts, (slots, heads, queries, d), compact=True),
         fake("float32", (slots, heads, queries, 4), compact=True),
         Float32(1.0),

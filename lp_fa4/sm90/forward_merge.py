@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lp_fa4.common.halves import half_of
 from lp_fa4.common.numbers import exp2, log2, scale_of_byte
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.problem import ForwardResult
 from lp_fa4.sm90.forward_config import ForwardSpec
 from lp_fa4.sm90.forward_epilogue import store_statistics
@@ -206,7 +206,7 @@ def _compile_merge(arch: str, offsets_dtype: str, spec: ForwardSpec):
     return build(
         arch,
         Merge(spec),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake(spec.parts or "float32", (slots, heads, queries, d), compact=True),
         fake("float32", (slots, heads, queries, 4), compact=True)
         if spec.parts

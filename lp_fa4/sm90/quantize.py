@@ -49,7 +49,7 @@ from lp_fa4.common.numbers import (
 )
 from lp_fa4.common.rows import eight, elements, extreme, fma, wide, words_of
 from lp_fa4.common.sequence import TILE, find_sequence, region_groups
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.mx import MXTensor
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.mx.quantize import ROW_LIMIT, ROW_SHIFTS, ROW_UNITS
@@ -550,7 +550,7 @@ def _compile_quantize(arch: str, *specs: QuantizeSpec):
         operands.append(
             (
                 fake(spec.dtype, (tokens, heads, d)),
-                fake(spec.offsets, (symbol(),), align=4 if spec.offsets == "int32" else 8),
+                fake_offsets(spec.offsets),
                 fake("float32", (batch, heads, d), compact=True) if spec.centred else None,
                 fake("uint8", (tokens, heads, d), compact=True),
                 fake("uint8", (rows, heads, 1), align=1, compact=True),

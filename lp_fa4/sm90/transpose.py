@@ -11,7 +11,7 @@ from cutlass import Int32, Uint32
 from torch import Tensor
 
 from lp_fa4.common.sequence import TILE, find_sequence, region_groups
-from lp_fa4.compile import arch_of, build, dtype_name, fake, kernel_cache, launch, symbol
+from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.mx.layout import group_rows
 from lp_fa4.sm90.tile_transpose import ORDERS, THREADS, load16, shared_words, store_columns, word_index
 
@@ -62,7 +62,7 @@ def _compile_transpose(arch: str, offsets_dtype: str, head_dim: int, order: str)
         arch,
         TransposeCodes(head_dim, order),
         fake("uint8", (symbol(), heads, head_dim)),
-        fake(offsets_dtype, (symbol(),), align=4 if offsets_dtype == "int32" else 8),
+        fake_offsets(offsets_dtype),
         fake("uint8", (heads, head_dim, symbol(32))),
     )
 
