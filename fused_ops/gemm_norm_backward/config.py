@@ -30,6 +30,10 @@ FP8_STEP, FP8_SLOTS = 128, 2
 """With FP8 products: tokens of a step of the weight gradient; operands and tables of it in shared memory."""
 FP8_TILES = {1: 256, 2: 256, 3: 192}
 """With FP8 products: warpgroups of a CTA to the most columns whose sums, and those of a step, their registers hold."""
+AHEAD = 3
+"""Tokens of a run of the weight gradient that begins beside the input gradient, in times the others'."""
+BESIDE_TOKENS = 1 << 18
+"""From so many tokens on there are such runs."""
 SINGLE = "mx", "bfloat16"
 
 
@@ -52,7 +56,8 @@ class InputSpec:
     """Compile key of the input gradient. ``rows``: of the weight, ``columns``: of ``x``. ``mean``: a row per sequence is added to ``dv``.
 
     ``warp_mma``: products by warps (any architecture) instead of warpgroups (Hopper). ``half_sums``: with roles, sums of products are
-    FP16 where ``x`` is BF16, scaled so that none can leave its range (``input_gradient_codes``).
+    FP16 where ``x`` is BF16, scaled so that none can leave its range (``input_gradient_codes``). ``beside``: the weight gradient may
+    begin on multiprocessors that no cluster fits into.
 
     A cluster of ``cluster`` CTAs shares the columns; each holds its slab of the weight in shared memory for the whole launch.
     """
@@ -68,6 +73,7 @@ class InputSpec:
     need_norm: bool
     warp_mma: bool = False
     half_sums: bool = False
+    beside: bool = False
 
     @property
     def wide(self) -> bool:
@@ -143,7 +149,8 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Compile key of the weight gradient ``[rows, columns]``."""
+    """Compile key of the weight gradient ``[rows, columns]``. ``ahead``: with FP8 products, runs that begin beside the input gradient, on
+    multiprocessors that its clusters leave free; each has ``AHEAD`` times the others' tokens."""
 
     rows: int
     columns: int
@@ -152,6 +159,7 @@ class WeightSpec:
     dense: bool
     warp_mma: bool = False
     run: int = RUN
+    ahead: int = 0
 
     @property
     def codes(self) -> bool:

@@ -267,6 +267,8 @@ class InputGradientOfCodes(InputGradient):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
+        if const_expr(spec.beside):  # of the multiprocessors that no cluster fits into
+            cute.arch.griddepcontrol_launch_dependents()
         batch, total = Int32(1), limit
         if const_expr(not spec.dense):
             batch = Int32(offsets.shape[0]) - 1

@@ -25,7 +25,7 @@ from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fused_ops.gemm_norm_backward.arguments import fake_weight_gradient
-from fused_ops.gemm_norm_backward.config import FP8_SLOTS, FP8_STEP, WeightSpec
+from fused_ops.gemm_norm_backward.config import AHEAD, FP8_SLOTS, FP8_STEP, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
     load_byte,
@@ -98,6 +98,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
             cluster=[spec.pair, 1, 1] if spec.pair > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=spec.ahead > 0,
         )
 
     def layouts(self):
@@ -170,8 +171,10 @@ class WeightGradientFp8(WeightGradientOfCodes):
             batch = Int32(offsets.shape[0]) - 1
             total = Int32(offsets[batch])
         steps, splits = cute.ceil_div(total, FP8_STEP), Int32(parts.shape[0])
-        first = cute.arch.make_warp_uniform(Int32(Int64(steps) * split // splits))
-        last = cute.arch.make_warp_uniform(Int32(Int64(steps) * (split + 1) // splits))
+        # The first runs have longer, beside the launch before.
+        shares, begin, end = (n + (AHEAD - 1) * cutlass.min(n, spec.ahead) for n in (splits, split, split + 1))
+        first = cute.arch.make_warp_uniform(Int32(Int64(steps) * begin // shares))
+        last = cute.arch.make_warp_uniform(Int32(Int64(steps) * end // shares))
         t = Bundle(
             dk_scale=dk_scale, xn_scale=xn_scale, offsets=offsets, parts=parts, row0=row0, column0=column0, batch=batch, total=total,
             first=first, last=last, split=split, rank=bid % spec.pair,
@@ -426,6 +429,8 @@ class WeightGradientFp8(WeightGradientOfCodes):
                     acc[n, p] = fma(partial[n], unit, acc[n, p])
             advance(ring, 0, spec.fp8_stages)
             advance(ring, 2, FP8_SLOTS)
+        if const_expr(spec.ahead > 0):  # memory may be given again that the launch before still reads; who comes after waits for it too
+            cute.arch.griddepcontrol_wait()
         self.store_sums(t, acc)
 
     def take(self, a: cute.Tensor, words, h: int, factors):

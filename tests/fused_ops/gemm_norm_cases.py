@@ -182,13 +182,14 @@ def check(arguments, got, needs=(True, True, True), arch: str = "sm_90a") -> dic
     return errors
 
 
-def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, True), run: int = RUN, **options) -> Case:
-    """One call of the kernels. ``run``: tokens of a segment of dW."""
+def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, True), run: int = RUN, ahead: int = 0, **options) -> Case:
+    """One call of the kernels. ``run``: tokens of a segment of dW; ``ahead``: runs of it that begin beside dx."""
     poison()
     arguments = problem(lengths, rows, columns, **options)
 
     def call():
-        with host(arch), mock.patch.object(kernel, "RUN", run):
+        beside = mock.patch.object(kernel, "runs_beside", lambda *_: (ahead, 0))
+        with host(arch), mock.patch.object(kernel, "RUN", run), beside:
             return gemm_norm_backward(*arguments, *needs)
 
     name = f"gemm_norm_backward {lengths} {rows}x{columns} {options}"
