@@ -425,14 +425,11 @@ class InputGradientOfCodes(InputGradient):
                 if (cute.arch.vote_ballot_sync(even) >> lane) & 255 == 255:  # of the lanes of a group, for the first of them
                     sign = Int32(EVEN)
             if const_expr(spec.folds):
-                one = top + (bits_of(at.unit) >> 23) - 127  # byte of the sums' exponent
                 powers, ratios, apart = [], [], cutlass.Boolean(False)
                 for i in cutlass.range_constexpr(2):
-                    ratio = extra[i] - one
-                    known = (extra[i] == 0) | (extra[i] == 255)  # as a factor of zeros; as NaN
-                    apart = apart | (((ratio < LEAST_RATIO) | (ratio > LARGEST_RATIO)) & ~known)
-                    special = Int32(0) if extra[i] == 0 else Int32(0x7E00)
-                    ratios.append(special if known else (ratio + 15) << 10)
+                    ratio, far = self.ratio_of(at, top, extra[i])
+                    ratios.append(ratio)
+                    apart = apart | far
                     powers.append(bits_of(scale_of_byte(extra[i])))
                 apart = (cute.arch.vote_ballot_sync(apart) >> (lane & 24)) & 255 != 0
                 word = prmt(powers[0], powers[1], 0x7632) if apart else prmt(ratios[0], ratios[1], 0x5410)
@@ -462,6 +459,14 @@ class InputGradientOfCodes(InputGradient):
             store_word(table + 4 * (TILE + row), place[0] ^ -1)
 
     @cute.jit
+    def ratio_of(self, at, top: Int32, byte: Int32):
+        """An exponent of dv over that of a row's sums, whose largest of dk is ``top``, as FP16, and whether that is out of FP16's hands."""
+        ratio = byte - (top + (bits_of(at.unit) >> 23) - 127)
+        known = (byte == 0) | (byte == 255)  # as a factor of zeros; as NaN
+        special = Int32(0) if byte == 0 else Int32(0x7E00)
+        return special if known else (ratio + 15) << 10, ((ratio < LEAST_RATIO) | (ratio > LARGEST_RATIO)) & ~known
+
+    @cute.jit
     def write_rows(self, io, at, bars, place: cute.Tensor, token0: Int32, token: Int32, table: Int32, row: Int32, ring: cute.Tensor):
         """Exponents of a tile of several sequences, or with rows past the end: each lane its row's."""
         spec = self.spec
@@ -489,13 +494,22 @@ class InputGradientOfCodes(InputGradient):
             low, high_ = (relative_factor(load_byte(address + 32 * (n + i) // spec.dk.width), top, self.head) for i in range(2))
             store_word(entry + 2 * n, prmt(low, high_, 0x5410))
         factor = bits_of(scale_of_byte(top) * (at.unit * Float32(2.0**-self.head)))
-        store_word(entry + 4 * (many // 2), factor | APART if const_expr(spec.folds) else factor)
         if const_expr(spec.dv is not None):
             address = scale_address(io.dv_scale, scales, dv.static)
+            apart = cutlass.Boolean(False)
+            if const_expr(spec.folds):
+                for n in cutlass.range_constexpr(few):
+                    apart = apart | self.ratio_of(at, top, load_byte(address + (at.column0 + 32 * n) // dv.width))[1]
+                factor = factor | (Int32(APART) if apart else Int32(0))
             for n in cutlass.range_constexpr(0, few, 2):
-                low, high_ = (bits_of(scale_of_byte(load_byte(address + (at.column0 + 32 * (n + i)) // dv.width))) for i in range(2))
+                bytes_ = [load_byte(address + (at.column0 + 32 * (n + i)) // dv.width) for i in range(2)]
+                low, high_ = (bits_of(scale_of_byte(byte)) for byte in bytes_)
                 word = prmt(low, high_, 0x7632)
+                if const_expr(spec.folds):
+                    near, near_ = (self.ratio_of(at, top, byte)[0] for byte in bytes_)
+                    word = word if apart else prmt(near, near_, 0x5410)
                 store_word(entry + 4 * (many // 2 + 1 + n // 2), word if inside else Int32(0))
+        store_word(entry + 4 * (many // 2), factor)
         store_half(table + (8 * TILE + 2 * row), here)
         if const_expr(spec.mean):
             store_word(table + 4 * (TILE + row), b if b != place[0] else b ^ -1)
@@ -618,7 +632,7 @@ class InputGradientOfCodes(InputGradient):
         if const_expr(spec.folds):
             apart = (marks[0] | marks[1]) != 0
         if const_expr(spec.mean):
-            # the warp has rows of other sequences, or whose dv cannot be added in FP16
+            # the warp has rows of other sequences, or whose dv is not added in FP16
             if cute.arch.vote_any_sync((sequences[0] >= 0) | (sequences[1] >= 0) | apart):
                 others = [address_of(io.mean, n ^ (n >> 31), at.column0 + 8 * quad) for n in sequences]
                 self.derive(at, s, bars, acc, out, columns, xs, sums, place, row_values, marks, others, phases)
@@ -649,8 +663,8 @@ class InputGradientOfCodes(InputGradient):
         marks, bases, phases: cute.Tensor,
     ):  # fmt: skip
         """``t`` from the products, to their place where that is FP32, and its sums. ``bases``: addresses of the rows' means, or None: that
-        beside the table. ``marks``: where dv may be added in FP16, whether a row's exponents of it are powers (or ratios to its sums'), or
-        None: they are ratios, and it is."""
+        beside the table. ``marks``: where dv may be added in FP16, what the table says of the rows
+        (others add it in FP32; a row's bits are those it would have among rows like it), or None: it is, of both."""
         spec = self.spec
         quad, row, tile, turn, group = place.quad, place.row, place.tile, place.turn, place.group
         scale, unit, powers_at = (rows.scale0, rows.scale1), (rows.unit0, rows.unit1), (rows.powers0, rows.powers1)
@@ -661,18 +675,17 @@ class InputGradientOfCodes(InputGradient):
         extra_at = s.extra + row * 64 + (((quad // 2) ^ (row // 2 % 4)) << 4) + quad % 2 * 8
         for j in cutlass.range_constexpr(self.subs):
             stage = stage_of(turn, self.subs, j, spec.x_stages)
-            powers = []
+            powers, ratios = [], []
             if const_expr(spec.dv is not None):
                 for i in cutlass.range_constexpr(2):
                     word = load_word(powers_at[i] + 4 * j)
-                    if const_expr(folded):
-                        powers.append([prmt(word, word, selector) for selector in (0x1010, 0x3232)])
-                    else:
-                        power = pair_to_float(word, False)
-                        if const_expr(spec.folds):
-                            ratio = pair_to_float(word, True)
-                            power = [power[n] if marks[i] != 0 else ratio[n] * unit[i] for n in range(2)]
-                        powers.append(power)
+                    near, far = word, word  # of a row that the table marks ``APART`` the one is 0, of others the other
+                    if const_expr(spec.folds and not folded):
+                        near, far = word if marks[i] == 0 else Int32(0), Int32(0) if marks[i] == 0 else word
+                    if const_expr(spec.folds):
+                        ratios.append([prmt(near, near, selector) for selector in (0x1010, 0x3232)])
+                    if const_expr(not folded):
+                        powers.append(pair_to_float(far, False))
             if const_expr(j == 0):
                 ready = cutlass.Boolean(False)
             await_stage(bars.x_full + group * spec.x_stages, stage, phases, 1, ready)
@@ -715,8 +728,8 @@ class InputGradientOfCodes(InputGradient):
                         products = []
                         for n in cutlass.range_constexpr(4):
                             word = halves[i + 2 * (4 * q + n)]
-                            if const_expr(folded):
-                                word = fma2(codes_as_f16(extras[q, i][n // 2])[n % 2], powers[i][q % 2], word)
+                            if const_expr(spec.folds):
+                                word = fma2(codes_as_f16(extras[q, i][n // 2])[n % 2], ratios[i][q % 2], word)
                             products += pair_to_float(word, True)
                     for e in cutlass.range_constexpr(8):
                         index = e % 2 + 2 * i + 4 * (4 * q + e // 2)

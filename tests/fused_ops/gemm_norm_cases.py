@@ -4,6 +4,7 @@ Right: against FP64 on the operands as stored, at most twice the error of the re
 of the result's own dtype adds. Where FP64 is not finite the kernel must not be either, and only there. Rows past the last offset are 0.
 """
 
+from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -85,6 +86,8 @@ def problem(
     x = (sized(columns) + 0.1 * random(1, columns)).to(getattr(torch, dtype))
     rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
     spread = torch.exp2(torch.randint(-15, 16, (rows // 32,), generator=generator, device=device).float()).repeat_interleave(32)
+    if dtype == "float16":
+        spread = spread * 2.0**-6  # dx fits
     values = dict(dk=sized(rows) * (1.0 if even else spread), dv=sized(columns), xn=x.float() * rstd[:, None])
     for row, what in zip(bad, (torch.nan, torch.inf, -torch.inf), strict=False):
         values["dk"][row, (7 * row) % rows] = what
@@ -194,3 +197,37 @@ def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, 
 
     name = f"gemm_norm_backward {lengths} {rows}x{columns} {options}"
     return Case(name, arch, None, call, lambda got: print(check(arguments, got, needs, arch)))
+
+
+def alone(arguments, b: int):
+    """The arguments of sequence ``b`` by itself."""
+    dk, dv, mean, w, x, gain, rstd, xn, offsets = arguments
+    begin, end = offsets[b : b + 2].tolist()
+
+    def cut(matrix):
+        if not isinstance(matrix, MXTensor):
+            return None if matrix is None else matrix[begin:end]
+        first, count = begin // 32 + b, (end - begin) // 32 + 1
+        scale = matrix.scale_bytes if matrix.is_static else matrix.scale_bytes[first : first + count]
+        own = torch.tensor([0, end - begin], dtype=offsets.dtype, device=offsets.device)
+        return MXTensor.from_bytes(matrix.codes[begin:end].clone(), scale.clone(), matrix.block, own)
+
+    dk, dv, xn = cut(dk), cut(dv), cut(xn)
+    return dk, dv, None if mean is None else mean[b : b + 1], w, x[begin:end].clone(), gain, rstd[begin:end].clone(), xn, dk.offsets
+
+
+def neighbours(arch: str, lengths, rows: int, columns: int, **options) -> Case:
+    """A sequence's rows of dx are the same bits alone and among others."""
+    poison()
+    arguments = problem(lengths, rows, columns, **options)
+    count = len(lengths)
+
+    def call():
+        with host(arch):
+            return [gemm_norm_backward(*a, True, False, False)[0] for a in (arguments, *(alone(arguments, b) for b in range(count)))]
+
+    def verify(got):
+        for b, (begin, end) in enumerate(pairwise(arguments[-1].tolist())):
+            assert torch.equal(got[0][begin:end], got[1 + b]), f"sequence {b}"
+
+    return Case(f"gemm_norm_backward alone and among others {lengths} {rows}x{columns} {options}", arch, None, call, verify)

@@ -110,6 +110,14 @@ def test_emulated(workers, arch, name):
     assert len(answer["schedules"]) == SCHEDULES
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("options", [dict(), dict(even=True), dict(mean=False, even=True), dict(dk=[0, 64], dv=[0, 32])], ids=str)
+def test_rows_do_not_depend_on_their_neighbours(workers, options):
+    """dv is added in FP16 or in FP32 by a row's own exponents, whichever branch its warp takes."""
+    arguments = dict(lengths=[37, 3, 90, 101], rows=128, columns=128, **options)
+    workers("sm_90a").run("tests.fused_ops.gemm_norm_cases:neighbours", arguments, schedules=1)
+
+
 def test_what_ptxas_made_for_hopper():
     """No product is serialized (each would be followed by a wait for all), and next to nothing is spilled."""
     for report in lines("tests.fused_ops.gemm_norm_report", "sm_90a"):
