@@ -72,7 +72,7 @@ PAIRS: tuple[Pair, ...] = (
         "before they are read, all that clear them meet at a named barrier",
     ),
     *(_statistics(f"{file}.py {f}") for file in ("compute", "halves") for f in ("probabilities", "score_gradients", "step")),
-    *(_statistics(f) for f in ("compute.py segment_factors", "halves.py first_exponent")),
+    *(_statistics(f) for f in ("compute.py segment_factors", "halves.py first_exponent", "halves.py score_scale", "ops.py power_for")),
     _record("copy_warp", "backward_load.py __init__"),
     _record("copy_warp", "backward_dq.py largest_scale"),
     _record("copy_warp", "backward_compute.py key_factors"),
@@ -98,7 +98,11 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(STAGED, "staged.py load", "staged.py read", BULK, "rows of a stage: " + MET.format("empty")),
     Pair(STAGED, "staged.py emit", "staged.py store_copy", PUBLISH, "a slot of codes: " + WRITTEN.format("word_full")),
-    Pair(PROJECTION, "roles.py slab", "roles.py multiply", PUBLISH, "normed rows of a stage: " + WRITTEN.format("normed")),
+    Pair(PROJECTION, "norm.py put", "roles.py multiply", PUBLISH, "normed rows of a stage: " + WRITTEN.format("normed")),
+    *(
+        Pair(PROJECTION, "norm.py factors_of_half", read, PUBLISH, "rows' factors of a stage: " + WRITTEN.format("factored"))
+        for read in ("norm.py raw_group", "arithmetic.py mul")
+    ),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py compute", PUBLISH, TABLE),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
     Pair(WEIGHT_FP8, "weight_gradient_fp8.py write_step", "weight_gradient_fp8.py sum_steps", PUBLISH, TABLE),
