@@ -19,7 +19,10 @@ FORWARD_READS = (
 )
 HARMLESS = {
     ("backward_main BackwardMain", "backward_compute.py probabilities", "backward_compute.py step"): "Q^T, which products read",
-    ("backward_main BackwardMain", "backward_halves.py probabilities", "backward_halves.py step"): "Q^T, which products read",
+    **{
+        ("backward_main BackwardMain", f"backward_halves.py {access}", "backward_halves.py step"): "Q^T, which products read"
+        for access in ("probabilities", "score_scale")
+    },
     **{
         ("kernel NormProjection", f"roles.py {access}", "roles.py free_piece"): "pieces of the weight, which products read"
         for access in ("multiply", "quantize")
