@@ -38,21 +38,28 @@ def block_codes(words, x: int, scale):
 
 
 @cute.jit
-def store_mxfp8_halves(
-    spec, w, which: cutlass.Constexpr, words, factor, rows: Int64, scales: Int64, stride: Int32, left: Int32, grads, tag
-):
-    """FP16 sums (``words``, packed) times ``factor`` as E4M3 rows at ``rows`` and E8M0 bytes at ``scales``. Sums that are not finite leave
-    the item (``tag``) to the form with FP32 sums."""
-    lane, blocks = pinned(w.lane), spec.head_dim // 32
+def note_peaks(w, which: cutlass.Constexpr, words, factor, blocks: cutlass.Constexpr, left: Int32):
+    """Largest magnitudes of a gradient's blocks, times ``factor``, to shared memory. Returns this thread's, without it."""
     if left < 16:  # rows past the end carry garbage
         keep = rows_left(w)
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = words[i] & keep[i % 2]
     tops = block_tops(words, blocks)
     peaks = [redux_max(top * factor) for top in tops]
-    place = w.block_peaks + 128 * which + 16 * w.warp
-    if lane == 0:
+    if pinned(w.lane) == 0:
+        place = w.block_peaks + 128 * which + 16 * w.warp
         effect([place, *peaks], f"st.shared.v{blocks}.b32 [$0], {{{', '.join(f'${i + 1}' for i in range(blocks))}}};", "r" + ",r" * blocks)
+    return tops
+
+
+@cute.jit
+def store_mxfp8_halves(
+    spec, w, which: cutlass.Constexpr, words, factor, rows: Int64, scales: Int64, stride: Int32, left: Int32, grads, tag
+):
+    """FP16 sums (``words``, packed) times ``factor`` as E4M3 rows at ``rows`` and E8M0 bytes at ``scales``. Sums that are not finite leave
+    the item (``tag``) to the form with FP32 sums."""
+    lane, blocks = pinned(w.lane), spec.head_dim // 32
+    tops = note_peaks(w, which, words, factor, blocks, left)
     report(grads, tag, tops)
     cute.arch.barrier(barrier_id=BARRIER_PAIR + w.warp // 2, number_of_threads=64)
     byte, inverse = scale_bytes(spec, w, which, factor, scales, left)
@@ -77,21 +84,6 @@ def store_mxfp8_halves(
         effect([at + 32 * x, *out], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
     cute.arch.sync_warp()
     send_rows(spec, lane, w.staging, rows, stride, left, True)
-
-
-@cute.jit
-def note_peaks(w, which: cutlass.Constexpr, words, factor, blocks: cutlass.Constexpr, left: Int32):
-    """Largest magnitudes of a gradient's blocks, times ``factor``, to shared memory. Returns this thread's, without it."""
-    if left < 16:  # rows past the end carry garbage
-        keep = rows_left(w)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = words[i] & keep[i % 2]
-    tops = block_tops(words, blocks)
-    peaks = [redux_max(top * factor) for top in tops]
-    if pinned(w.lane) == 0:
-        place = w.block_peaks + 128 * which + 16 * w.warp
-        effect([place, *peaks], f"st.shared.v{blocks}.b32 [$0], {{{', '.join(f'${i + 1}' for i in range(blocks))}}};", "r" + ",r" * blocks)
-    return tops
 
 
 @cute.jit
