@@ -27,7 +27,7 @@ BACKENDS = ("sm100", "sm90", "reference")
 
 _CAPABILITIES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3))}
 _MODULES = {"reference": "lp_fa4.reference", "sm90": "lp_fa4.sm90", "sm100": "lp_fa4.sm100"}
-_announced: set[tuple[str, str]] = set()
+_announced: set[tuple[str, str, str]] = set()
 
 
 class Features(NamedTuple):
@@ -132,14 +132,13 @@ def choose(device: torch.device, features: Features, backend: str = "auto") -> s
 
 
 def announce(name: str, device: torch.device, features: Features) -> None:
-    """Say once per device type which backend ``"auto"`` took, and on an accelerator why it was not a kernel."""
-    if (device.type, name) in _announced:
-        return
-    _announced.add((device.type, name))
+    """Say once per device type which backend ``"auto"`` took, and on an accelerator why it was not a kernel, each reason once."""
     why = ""
     if name == "reference" and device.type == "cuda":
         why = " (plain PyTorch, slow): " + "; ".join(r for b in BACKENDS if (r := reason_against(b, device, features)))
-    log.warning("lp_fa4: attention on %s runs on backend %r%s", device.type, name, why)
+    if (device.type, name, why) not in _announced:
+        _announced.add((device.type, name, why))
+        log.warning("lp_fa4: attention on %s runs on backend %r%s", device.type, name, why)
 
 
 def is_supported(
@@ -158,13 +157,17 @@ def is_supported(
     """Whether attention with these features is served on ``device``, and by what, or why not.
 
     Args:
-        device: as for ``torch.device``; need not be present for ``"cpu"``. head_dim: of q, k and v alike.
+        device: as for ``torch.device``, of this process. head_dim: of q, k and v alike.
         backend: ``"auto"`` (any), ``"reference"``, ``"sm90"`` or ``"sm100"``.
         group: query heads per key/value head. q_mean: Q smoothing. backward: also the gradients.
     Returns: ``(True, "served by backend 'name'")`` or ``(False, reason)``.
     """
     features = Features(head_dim, causal, shared_q, jagged_q, group, q_mean, backward, config or DEFAULT)
+    device = torch.device(device)
     try:
-        return True, f"served by backend {choose(torch.device(device), features, backend)!r}"
+        name = choose(device, features, backend)
     except ValueError as error:
         return False, str(error)
+    if name == "reference" and device.type == "cuda" and not torch.cuda.is_available():
+        return False, f"device is {device}, and this process sees no CUDA device"
+    return True, f"served by backend {name!r}"

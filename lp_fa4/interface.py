@@ -193,9 +193,7 @@ def flash_attn_func(
     Raises: ``NotImplementedError`` for what flash_attn has and this does not, ``ValueError`` or ``TypeError`` for the rest, naming the
     argument, its value and what is allowed.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, tokens, heads, head_dim]")
+    _check_axes(q, k, v, "batch", "tokens", "heads", "head_dim")
     batch, queries = q.shape[:2]
     if k.shape != v.shape:
         raise ValueError(f"v has shape {list(v.shape)} but k has {list(k.shape)}; they must be equal")
@@ -259,9 +257,7 @@ def flash_attn_varlen_func(
 
     Raises: as :func:`flash_attn_func`.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [tokens, heads, head_dim]")
+    _check_axes(q, k, v, "tokens", "heads", "head_dim")
     if block_table is not None:
         raise NotImplementedError(f"block_table is a tensor of shape {list(block_table.shape)}; only None is served (keys are not paged)")
     if k.shape != v.shape:
@@ -279,6 +275,16 @@ def flash_attn_varlen_func(
     choices = (softmax_scale, causal, deterministic, backend, config, return_attn_probs)
     out, lse = _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, *choices, -1 - max_seqlen_q)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def _check_axes(q: Tensor, k: Tensor, v: Tensor, *axes: str) -> None:
+    """Refuse, in words, what is no tensor with these axes."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            hint = "; mx_attention takes MXTensors" if isinstance(x, MXTensor) else ""
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor{hint}")
+        if x.dim() != len(axes):
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{', '.join(axes)}]")
 
 
 def _equal_offsets(batch: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lp_fa4 import dispatch
 from lp_fa4.config import AttentionConfig
-from lp_fa4.mx import MXTensor, scale_rows
+from lp_fa4.mx import MXTensor, check_on_host, scale_rows
 from lp_fa4.operator import custom_op
 from lp_fa4.problem import AttentionProblem, ForwardResult, Gradients
 
@@ -144,6 +144,8 @@ def attention_forward(
         causal,
         config,
     )
+    check_on_host(offsets_q, q.shape[0], "offsets_q")
+    check_on_host(offsets_k, k.shape[0], "offsets_k")
     name = _pick(q.device, problem_features(p, backward=backward), backend, say=True)
     result = dispatch.module(name).forward(p)
     return _without_twin(result, _keeps_centred(v_mean, p.config))
@@ -246,6 +248,12 @@ def attention_backward(
     dk, dk_scale = _plain(grads.dk)
     dv, dv_scale = _plain(grads.dv)
     return grads.dq, dk, dk_scale, dv, dv_scale, dout.new_empty(0, dtype=torch.float32) if grads.dv_mean is None else grads.dv_mean
+
+
+def run_forward(name: str, p: AttentionProblem, backward: bool) -> ForwardResult:
+    """A backend's forward. Where no ``backward`` follows and the backend can go without it, ``centred_out`` is the output."""
+    alone = not backward and p.v_mean is not None and _takes(name, "keep_centred", "forward")
+    return dispatch.module(name).forward(p, keep_centred=False) if alone else dispatch.module(name).forward(p)
 
 
 def run_backward(
@@ -385,6 +393,8 @@ def flash_attention_forward(
     codes and scales of q, k, v; and ``k_mean, v_mean, v_sum`` (empty where nothing was centred).
     """
     cfg = _config(config)
+    check_on_host(offsets_q, q.shape[0], "cu_seqlens_q")
+    check_on_host(offsets_k, k.shape[0], "cu_seqlens_k")
     name = _pick(q.device, _flash_features(q, k, causal, config, backward, softmax_scale), backend, say=True)
     impl = dispatch.module(name)
     block = _drop_in_block(name, q.shape[2])
@@ -408,8 +418,7 @@ def flash_attention_forward(
         queries_most=-1 - queries if queries < -1 else None,
         config=cfg,
     )
-    alone = not backward and made.v_mean is not None and _takes(name, "keep_centred", "forward")
-    result = impl.forward(p, keep_centred=False) if alone else impl.forward(p)
+    result = run_forward(name, p, backward)
     lse = result.lse
     if shift is not None:
         lse = lse + shift

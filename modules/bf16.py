@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lp_fa4.mx import check_offsets
 from lp_fa4.operator import custom_op
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ def jagged_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor
 
     One SDPA call a sequence, which reads the offsets on the host: for CPUs, and GPUs that flash-attn-4 does not serve.
     """
+    check_offsets(offsets, k.shape[0], validate=True)
     out = q.new_zeros(offsets.shape[0] - 1, *q.shape)
     query = q.transpose(0, 1)[None]
     for b, start, stop in _bounds(offsets):
@@ -162,7 +164,8 @@ def _bf16_choice_once(kind: str, index: int | None, backend: str) -> str:
         raise ValueError(f"backend is 'fa4' but {reason}; allowed here are 'auto' and 'sdpa'")
     chosen = "sdpa" if backend == "sdpa" or reason else "fa4"
     if backend == "auto":
-        log.info("PMA precision='bf16' on %s runs on %s%s", kind, chosen, f": {reason}" if reason else "")
+        level = logging.WARNING if reason and kind == "cuda" else logging.INFO
+        log.log(level, "PMA precision='bf16' on %s runs on %s%s", kind, chosen, f": {reason}" if reason else "")
     return chosen
 
 

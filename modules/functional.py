@@ -37,6 +37,7 @@ def pma_mxfp8(
     numerics: Numerics, backend: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The key/value side in MXFP8: ``modules::pma_attention``, of whose results only ``out [B, Q, dim]`` is for the caller."""
+    backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (values, q, norm_weight, w_k, w_v))
     return pma_attention(
-        values, offsets, q, norm_weight, w_k, w_v, eps, numerics.key, backend, out_dtype
+        values, offsets, q, norm_weight, w_k, w_v, eps, numerics.key, backend, out_dtype, backward
     )[0]  # fmt: skip

@@ -35,9 +35,9 @@ from fused_ops.norm_projection.interface import rows_unserved
 from fused_ops.operands import MAX_BOUNDED_COLUMNS, to_float
 from fused_ops.rmsnorm_quantize.reference import per_token
 from lp_fa4 import dispatch
-from lp_fa4.mx import MXTensor, quantize_mx, scale_rows
+from lp_fa4.mx import MXTensor, check_on_host, quantize_mx, scale_rows
 from lp_fa4.operator import custom_op
-from lp_fa4.ops import finish_backward, run_backward, run_prepass
+from lp_fa4.ops import finish_backward, run_backward, run_forward, run_prepass
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from modules.coordinates import transform
 from modules.numerics import Numerics
@@ -130,18 +130,20 @@ def pma_attention(
     numerics: str,
     backend: str,
     out_dtype: torch.dtype,
+    backward: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Pool ``values [T, dim]`` with ``q [Q, H, D]`` (FP32, shared by every sequence), whose coordinates are chosen in here.
 
-    Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out, row_max, row_sum; q codes and
-    scale, q_mean and its scores; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean and total of the
-    normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16; the
-    matrices of balanced coordinates, of keys and of queries, empty where they are plain.
+    Returns ``out [B, Q, dim]`` in ``out_dtype`` and what the backward reads: centred_out (empty unless ``backward``), row_max, row_sum;
+    q codes and scale, q_mean and its scores; k codes and scale; xn codes and scale; v codes and scale (empty when v is xn); rstd; mean
+    and total of the normed rows, ``[B, dim]``; the key projection as the gradient of the normed rows reads it, BF16; the matrices of
+    balanced coordinates, of keys and of queries, empty where they are plain.
     """
     queries, heads, head_dim = q.shape
+    check_on_host(offsets, values.shape[0])
     name, opts = _settle(q.device, head_dim, numerics, backend, say=True)
     batch, dim = offsets.shape[0] - 1, heads * head_dim
     block = opts.block(head_dim)
@@ -213,14 +215,14 @@ def pma_attention(
         mean_scores=mean_scores,
         config=opts.attention,
     )
-    result = dispatch.module(name).forward(problem)
+    result = run_forward(name, problem, backward)
     out = result.out.reshape(batch, queries, dim).to(out_dtype)
-    if out.data_ptr() == result.centred_out.data_ptr():  # an operator may not return one memory twice
+    if backward and out.data_ptr() == result.centred_out.data_ptr():  # an operator may not return one memory twice
         out = out.clone()
     own_v = w_v is not None
     return (
         out,
-        result.centred_out,
+        result.centred_out if backward else _empty(values, opts.attention.save_out_dtype),
         result.row_max,
         result.row_sum,
         q8.codes,
@@ -243,7 +245,7 @@ def pma_attention(
 
 
 @pma_attention.register_fake
-def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dtype):
+def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dtype, backward):
     queries, heads, head_dim = q.shape
     _, opts = _settle(q.device, head_dim, numerics, backend)
     tokens, dim = values.shape
@@ -263,7 +265,7 @@ def _(values, offsets, q, norm_weight, w_k, w_v, eps, numerics, backend, out_dty
     sums = (batch, dim) if opts.center else (0,)
     return (
         empty(batch, queries, dim, dtype=out_dtype),
-        empty(batch * queries, heads, head_dim, dtype=opts.attention.save_out_dtype),
+        empty(*((batch * queries, heads, head_dim) if backward else (0,)), dtype=opts.attention.save_out_dtype),
         empty(heads, batch * queries),
         empty(heads, batch * queries),
         empty(queries, heads, head_dim, dtype=byte),
@@ -510,7 +512,7 @@ def _(grads, values, offsets, norm_weight, weight, w_v, rstd, heads, numerics, b
 
 
 def _pma_setup(ctx, inputs, output):
-    values, offsets, _, norm_weight, w_k, w_v, ctx.eps, ctx.numerics, ctx.backend, _ = inputs
+    values, offsets, _, norm_weight, w_k, w_v, ctx.eps, ctx.numerics, ctx.backend, *_ = inputs
     ctx.has_value = w_v is not None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
@@ -523,7 +525,7 @@ def _pma_backward(ctx, dout, *_):
     need = ctx.needs_input_grad
     need_x, need_q, need_norm, need_k, need_v = need[0], need[2], need[3], need[4], ctx.has_value and need[5]
     if dout is None or not any((need_x, need_q, need_norm, need_k, need_v)):
-        return (None,) * 10
+        return (None,) * 11
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each operator below frees what the next ones do not read
     heads, choices = rest[3].shape[1], (ctx.numerics, ctx.backend)
@@ -549,7 +551,7 @@ def _pma_backward(ctx, dout, *_):
             grads, values, offsets, norm_weight, weight, w_v, rstd, heads, *choices, [need_x, need_norm]
         )
     picked = [g if n else None for g, n in zip((dq, dnorm, dw_k, dw_v), (need_q, need_norm, need_k, need_v), strict=True)]
-    return dx if need_x else None, None, *picked, None, None, None, None
+    return dx if need_x else None, None, *picked, *(None,) * 5
 
 
 pma_attention.register_autograd(_pma_backward, setup_context=_pma_setup)

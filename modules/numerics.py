@@ -49,7 +49,7 @@ class Numerics:
             block-scaled MMA, square elsewhere. The choice costs under 0.02 dB either way.
         dq_dtype: of the sums behind the queries' gradient: ``torch.float16`` or ``torch.float32``, which replaces ``attention.dq_dtype``.
             None: FP16 where that is faster and bounded (Hopper, with ``attention.dq_scale="bound"``), unless gradients must repeat bit for
-            bit; ``attention``'s own elsewhere. Between groups of samples the sums are FP32 (``README.md``).
+            bit; ``attention``'s own elsewhere. Between groups of samples the sums are FP32 (``MEASURED.md``).
     """
 
     attention: AttentionConfig = field(default_factory=AttentionConfig)

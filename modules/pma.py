@@ -9,6 +9,7 @@ The precision is the module's own: no ambient FP8 context, no cached FP8 copy of
 float parameters. A checkpoint moves between precisions as it is.
 """
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class PMA(nn.Module):
     Parameters: ``seed_embs [Q, dim]``, ``query_norm.weight``, ``kv_norm.weight`` ``[dim]``, ``query_proj.weight``,
     ``key_proj.weight`` (``value_proj.weight``) ``[dim, dim]``.
 
-    Raises: ``ValueError`` naming argument, value and what is allowed.
+    Raises: ``ValueError`` or ``TypeError`` naming argument, value and what is allowed.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class PMA(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("num_heads", num_heads), ("num_seeds", num_seeds)):
+            if not isinstance(value, Integral):
+                raise TypeError(f"{name} is {value!r}; it must be an integer")
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if not 0 <= eps < float("inf"):
@@ -90,19 +93,20 @@ class PMA(nn.Module):
                 module.reset_parameters()
 
     def extra_repr(self) -> str:
-        return (
-            f"dim={self.dim}, num_heads={self.num_heads}, num_seeds={self.num_seeds}, precision={self.precision!r}, "
-            f"backend={self.backend!r}"
-        )
+        sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_seeds={self.num_seeds}"
+        text = f"{sizes}, precision={self.precision!r}, backend={self.backend!r}"
+        presets = {Numerics(): "", Numerics.post(): ", numerics='post'"}
+        return text + presets.get(self.numerics, f", numerics={self.numerics}")
 
     def forward(self, values: Any, offsets: Tensor | None = None, *, validate: bool = False) -> Tensor:
         """Pool each sequence.
 
         Args:
             values: ``[T, dim]`` events of all samples, float32, bfloat16 or float16; rows past ``offsets[-1]`` are never read and get
-                gradient 0. Or anything with ``values()`` and ``offsets()``, a TorchRec ``JaggedTensor`` for one; then no ``offsets``.
+                gradient 0. Or anything with ``values()`` and ``offsets()``, then without ``offsets``: a TorchRec ``JaggedTensor``, a
+                PyTorch nested tensor of layout ``torch.jagged`` with shape ``[B, any, dim]`` and no holes.
             offsets: int32 or int64 ``[B + 1]``, first 0, non-decreasing. A sample without events pools to zeros.
-            validate: also check the offsets' values, which waits for the device.
+            validate: also check the offsets' values, which waits for the device (on a CPU they always are).
 
         Returns: ``[B, num_seeds, dim]`` in the dtype of ``values``, or of autocast where that is on.
 
@@ -131,7 +135,10 @@ class PMA(nn.Module):
         )
 
     def _unpack(self, values: Any, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not isinstance(values, Tensor):
+        nested = isinstance(values, Tensor) and values.is_nested
+        if nested and (values.layout != torch.jagged or values.dim() != 3 or values._ragged_idx != 1 or values.lengths() is not None):
+            raise ValueError(f"values is {values!r}; a nested tensor must be torch.jagged, [batch, any, {self.dim}] and without holes")
+        if nested or not isinstance(values, Tensor):
             if not (callable(getattr(values, "values", None)) and callable(getattr(values, "offsets", None))):
                 raise TypeError(
                     f"values is {type(values).__name__}; it must be a tensor, or have values() and offsets() like a JaggedTensor"
@@ -147,6 +154,8 @@ class PMA(nn.Module):
             raise TypeError(f"values has dtype {values.dtype}; allowed are torch.float32, torch.bfloat16, torch.float16")
         if values.device != self.seed_embs.device:
             raise ValueError(f"values is on {values.device} but the module is on {self.seed_embs.device}; they must agree")
-        if offsets.dim() == 1 and offsets.shape[0] == 0:  # a batch of no samples, as some jagged containers give it
+        if (
+            isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.shape[0] == 0
+        ):  # a batch of no samples, as some jagged containers give it
             offsets = offsets.new_zeros(1)
         return values, offsets

@@ -53,8 +53,10 @@ def check_offsets(
     Dtype, shape and device are always checked. ``validate=True`` also reads the values, which waits for the device:
     ``offsets[0]`` must be 0, the sequence non-decreasing, and ``offsets[-1]`` at most ``tokens``.
 
-    Raises: ``TypeError`` for the dtype, ``ValueError`` for everything else.
+    Raises: ``TypeError`` for the type and the dtype, ``ValueError`` for everything else.
     """
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name} is a {type(offsets).__name__}; it must be a tensor, int32 or int64 [batch + 1]")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {offsets.dtype}; allowed are torch.int32 and torch.int64")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
@@ -71,6 +73,13 @@ def check_offsets(
             raise ValueError(f"{name}[{i}] is {host[i]}, less than {name}[{i - 1}] = {host[i - 1]}; offsets must not decrease")
     if host[-1] > tokens:
         raise ValueError(f"{name}[-1] is {host[-1]}; it must be at most the number of values, {tokens}")
+
+
+def check_on_host(offsets: Tensor | None, tokens: int, name: str = "offsets") -> None:
+    """:func:`check_offsets` with the values, where they lie on a CPU and reading them waits for nothing. For bodies of operators: what is
+    traced has no values."""
+    if offsets is not None and offsets.device.type == "cpu":
+        check_offsets(offsets, tokens, name, validate=True)
 
 
 def sequence_ids(offsets: Tensor, tokens: int) -> Tensor:

@@ -39,7 +39,7 @@ def expand_scale(factors: Tensor, shape: Sequence[int], block: tuple[int, int], 
     return factors.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MXTensor:
     """An MXFP8 tensor.
 
@@ -129,6 +129,11 @@ class MXTensor:
     def clone(self) -> "MXTensor":
         """Copy every part."""
         return self._map(lambda t: t.clone())
+
+    def __repr__(self) -> str:
+        jagged = "" if self.offsets is None else f", sequences={self.offsets.shape[0] - 1}"
+        sizes = f"shape={list(self.shape)}, block={self.block}, token_dim={self.token_dim}{jagged}"
+        return f"{type(self).__name__}({sizes}, device={self.device})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields with bytes for FP8, whose storages a plain ``pickle`` cannot restore."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from lp_fa4.mx import MXTensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MXTensorWithCopy(MXTensor):
     """An ``MXTensor`` whose producer also wrote the copy with tokens innermost.
 

@@ -12,6 +12,7 @@ import torch
 from lp_fa4 import dispatch, reference
 from lp_fa4.config import DEFAULT, HEAD_DIMS
 from lp_fa4.interface import flash_attn_func, flash_attn_varlen_func, is_supported, mx_attention, mx_attention_backward
+from lp_fa4.mx import quantize_mx
 from lp_fa4.problem import AttentionProblem
 from tests.attention.helpers import make, random_mx, run, same_bits, sqnr, whole
 from tests.conftest import HOSTILE_LENGTHS, offsets_of
@@ -107,6 +108,8 @@ def test_what_is_not_served_is_refused_in_words(arguments, error, words):
 @pytest.mark.parametrize(
     "change, error, words",
     [
+        (lambda t: (t[0].numpy(), t[1], t[2]), TypeError, "q is a ndarray; it must be a tensor"),
+        (lambda t: (t[0], quantize_mx(t[1]), t[2]), TypeError, "k is a MXTensor; it must be a tensor; mx_attention takes MXTensors"),
         (lambda t: (t[0][0], t[1], t[2]), ValueError, r"q has shape \[5, 4, 32\]; it must be \[batch, tokens, heads, head_dim\]"),
         (lambda t: (t[0], t[1], t[2][:, 1:]), ValueError, "v has shape .* but k has"),
         (lambda t: (t[0][:1], t[1], t[2]), ValueError, "k has batch 2 but q has 1"),
@@ -138,6 +141,7 @@ def test_head_dimensions_that_cannot_be_served(dim):
         (dict(cu_seqlens_q=torch.tensor([0, 10])), ValueError, "cu_seqlens_q has 2 elements but cu_seqlens_k has 3"),
         (dict(cu_seqlens_k=torch.tensor([0, 40, 80], device="meta")), ValueError, "cu_seqlens_k is on meta but the values are on cpu"),
         (dict(block_table=torch.zeros(2, 3)), NotImplementedError, r"block_table is a tensor of shape \[2, 3\]; only None"),
+        (dict(cu_seqlens_q=[0, 5, 10]), TypeError, "cu_seqlens_q is a list; it must be a tensor"),
         (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q is -1"),
         (dict(cu_seqlens_k=torch.tensor([1, 40, 80])), ValueError, r"cu_seqlens_k\[0\] is 1; it must be 0"),
         (dict(cu_seqlens_k=torch.tensor([0, 40, -(2**31)], dtype=torch.int32)), ValueError, r"cu_seqlens_k\[2\] is -2147483648, less than"),
@@ -146,11 +150,13 @@ def test_head_dimensions_that_cannot_be_served(dim):
     ],
 )
 def test_varlen_arguments(change, error, words):
-    """E6, and the value checks behind ``validate=True``; D6: an int32 sum that has wrapped around is one of them."""
+    """E6, and the value checks behind ``validate=True``, which a CPU makes in any case; D6: an int32 sum that has wrapped around is one of
+    them."""
     q, k, v = (x.flatten(0, 1) for x in tensors())
-    arguments = dict(cu_seqlens_q=offsets_of([5, 5]), cu_seqlens_k=offsets_of([40, 40]), max_seqlen_q=5, max_seqlen_k=40, validate=True)
-    with pytest.raises(error, match=words):
-        flash_attn_varlen_func(q, k, v, **{**arguments, **change})
+    arguments = dict(cu_seqlens_q=offsets_of([5, 5]), cu_seqlens_k=offsets_of([40, 40]), max_seqlen_q=5, max_seqlen_k=40)
+    for validate in (True, False):
+        with pytest.raises(error, match=words):
+            flash_attn_varlen_func(q, k, v, **{**arguments, **change}, validate=validate)
 
 
 @pytest.mark.parametrize("shapes", [(0, 5, 40), (2, 0, 40), (2, 5, 0), (2, 0, 0)])
@@ -326,8 +332,6 @@ def test_mx_attention_refuses_in_words(arguments, error, words):
 
 def test_static_operands_need_no_offsets():
     """Static exponents belong to no sequence: queries and keys without offsets of their own."""
-    from lp_fa4.mx import quantize_mx
-
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(6, 2, 32, generator=g), torch.randn(70, 2, 32, generator=g)
     q8, k8 = (quantize_mx(x, (0, 32), None, token_dim=0, exponent=-6) for x in (q, k))
@@ -345,6 +349,8 @@ def test_is_supported_names_reasons():
     for name in ("sm90", "sm100"):
         ok, reason = is_supported("cpu", head_dim=128, backend=name)
         assert not ok and name in reason
+    if not torch.cuda.is_available():
+        assert is_supported("cuda:1", head_dim=128) == (False, "device is cuda:1, and this process sees no CUDA device")
     ok, reason = is_supported("cpu", head_dim=128, backend="sm70")
     assert not ok and "backend is 'sm70'; allowed are" in reason
 
@@ -356,6 +362,17 @@ def test_auto_says_once_what_it_took(caplog, monkeypatch):
             flash_attn_func(*tensors())
         flash_attn_func(*tensors(), backend="reference")
     assert [r.getMessage() for r in caplog.records] == ["lp_fa4: attention on cpu runs on backend 'reference'"]
+
+
+def test_auto_says_each_reason_once(caplog, monkeypatch):
+    """A second reason for the slow path is said, too."""
+    monkeypatch.setattr(dispatch, "_announced", set())
+    monkeypatch.setattr(dispatch, "reason_against", lambda name, device, features: f"{name}: {features.head_dim}")
+    with caplog.at_level(logging.WARNING, logger="lp_fa4"):
+        for dim in (96, 96, 160, 96):
+            dispatch.announce("reference", torch.device("cuda"), dispatch.Features(dim))
+    assert ["sm90: 96" in r.getMessage() for r in caplog.records] == [True, False]
+    assert "sm90: 160" in caplog.records[1].getMessage()
 
 
 class Kernels:

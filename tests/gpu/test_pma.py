@@ -312,6 +312,30 @@ def test_no_bf16_copy_of_what_is_quantized():
     assert len(large(trace)) == 1, [size / copy_size for size in large(trace)]
 
 
+@pytest.mark.parametrize("options", [dict(), dict(value_proj=True), dict(numerics="post")], ids=["default", "value_proj", "post"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_inference(shape, options):
+    """The bits of training, with less memory: what only a backward reads is not written."""
+    module = on_device(make(**SHAPES[shape], **options))
+    x, offsets = events(HOSTILE, module.dim, extra=5)
+
+    def peak():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = module(x, offsets)
+        return out.detach(), torch.cuda.max_memory_allocated() - before
+
+    peak()
+    want, more = peak()
+    with torch.no_grad():
+        peak()
+        out, less = peak()
+    assert torch.equal(out, want)
+    if shape == "D128":  # elsewhere other tensors make the peak
+        assert less < more - want.nbytes // 2, (less, more, want.nbytes)
+
+
 def test_two_devices_raise_with_both_names():
     module = on_device(make(**SHAPES["D64"]))
     x, offsets = events((5, 40), module.dim)

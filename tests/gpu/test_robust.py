@@ -232,7 +232,9 @@ def test_fake_and_real_agree(lengths):
     module = make(dim=128, num_heads=2, num_seeds=8).to(DEVICE)
     q = torch.randn(8, 2, 64, device=DEVICE).requires_grad_()
     leaves = x.requires_grad_(), offsets, q, module.kv_norm.weight, module.key_proj.weight
-    opcheck(torch.ops.modules.pma_attention.default, (*leaves, None, 1e-6, module.numerics.key, "sm90", torch.bfloat16), test_utils=checks)
+    rest = (None, 1e-6, module.numerics.key, "sm90", torch.bfloat16)
+    opcheck(torch.ops.modules.pma_attention.default, (*leaves, *rest, True), test_utils=checks)
+    opcheck(torch.ops.modules.pma_attention.default, (*(t.detach() for t in leaves), *rest, False), test_utils=checks)
 
 
 # G: training

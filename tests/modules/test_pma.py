@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modules import PMA, Numerics
+from modules import PMA, Numerics, mxfp8
 from tests.conftest import HOSTILE_LENGTHS
 from tests.modules.common import DIM, HEADS, SEEDS, assert_identical, batch, exact, make, ratios, run, weights_of
 
@@ -209,6 +209,25 @@ def test_containers():
     assert list(module(nothing).shape) == [0, SEEDS, DIM]
 
 
+@pytest.mark.parametrize("precision", ["mxfp8", "bf16"])
+def test_nested_tensor(precision):
+    """PyTorch's own jagged layout: the same bits, gradients through it; layouts that are something else are refused in words."""
+    module = make(precision=precision)
+    x, offsets = batch([40, 0, 70])
+    x.requires_grad_()
+    want = torch.autograd.grad(module(x, offsets).square().sum(), x)[0]
+    nested = torch.nested.nested_tensor_from_jagged(x, offsets)
+    out = module(nested)
+    assert torch.equal(out, module(x, offsets))
+    assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want)
+    holes = torch.nested.narrow(torch.randn(2, 20, DIM), 1, torch.tensor([0, 1]), torch.tensor([3, 4]), layout=torch.jagged)
+    for other in (nested.transpose(1, 2), torch.nested.nested_tensor([torch.randn(3, DIM)], layout=torch.strided), holes):
+        with pytest.raises(ValueError, match=rf"a nested tensor must be torch.jagged, \[batch, any, {DIM}\] and without holes"):
+            module(other)
+    with pytest.raises(ValueError, match="offsets is given beside a NestedTensor"):
+        module(nested, offsets)
+
+
 @pytest.mark.parametrize("name", ["default", "value_proj", "bf16 value_proj"])
 def test_every_subset_of_gradients(name):
     """G10: None where nothing is wanted, the same bits where something is."""
@@ -243,6 +262,25 @@ def test_inference(precision):
         out = module(x, offsets)
     assert torch.equal(out, want) and not out.requires_grad
     assert torch.equal(module.eval()(x, offsets), want)
+    assert torch.equal(module.requires_grad_(False)(x, offsets), want)
+
+
+@pytest.mark.parametrize("numerics", ["default", "post"])
+def test_inference_keeps_no_centred_output(numerics, monkeypatch):
+    """What only a backward reads is not asked for where none can come: without gradients, or with nothing that wants one."""
+    asked = []
+    run_forward = mxfp8.run_forward
+    monkeypatch.setattr(mxfp8, "run_forward", lambda name, p, backward: asked.append(backward) or run_forward(name, p, backward))
+    module = make(numerics=numerics)
+    x, offsets = batch([40, 70])
+    module(x, offsets)
+    with torch.no_grad():
+        module(x, offsets)
+        module(x.clone().requires_grad_(), offsets)
+    module.requires_grad_(False)
+    module(x, offsets)
+    module(x.clone().requires_grad_(), offsets)
+    assert asked == [True, False, False, False, True]
 
 
 def test_state_dict_moves_between_precisions():
@@ -339,8 +377,11 @@ def test_repeats_bit_for_bit():
         assert_identical(run(module, x, offsets), first)
 
 
-def test_validate_reads_offsets():
-    module = make()
+@pytest.mark.parametrize("precision", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("options", [dict(validate=True), dict()], ids=["validate", "on a CPU"])
+def test_values_of_offsets(precision, options):
+    """On a CPU, where reading them waits for nothing, always: lengths in place of offsets are the commonest mistake."""
+    module = make(precision=precision)
     x, _ = batch([40, 70])
     for offsets, words in (
         ([1, 40, 110], r"offsets\[0\] is 1"),
@@ -348,8 +389,8 @@ def test_validate_reads_offsets():
         ([0, 111], r"offsets\[-1\] is 111; it must be at most the number of values, 110"),
     ):
         with pytest.raises(ValueError, match=words):
-            module(x, torch.tensor(offsets), validate=True)
-    module(x, torch.tensor([0, 40, 110]), validate=True)
+            module(x, torch.tensor(offsets), **options)
+    module(x, torch.tensor([0, 40, 110]), **options)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +401,7 @@ def test_validate_reads_offsets():
         (lambda m, x, o: m(x[None], o), r"values has shape \[1, 110, 128\]"),
         (lambda m, x, o: m(x.double(), o), "values has dtype torch.float64"),
         (lambda m, x, o: m(x, o.float()), "offsets has dtype torch.float32"),
+        (lambda m, x, o: m(x, o.tolist()), "offsets is a list; it must be a tensor"),
         (lambda m, x, o: m(x, o[None]), r"offsets has shape \[1, 3\]"),
         (lambda m, x, o: m(x, o.to("meta")), "offsets is on meta but the values are on cpu"),
         (lambda m, x, o: m(x.to("meta"), o), "values is on meta but the module is on cpu"),
@@ -377,6 +419,8 @@ def test_misuse(call, words):
     ("options", "words"),
     [
         (dict(dim=0), "dim is 0; it must be at least 1"),
+        (dict(dim=128.0), "dim is 128.0; it must be an integer"),
+        (dict(num_heads="2"), "num_heads is '2'; it must be an integer"),
         (dict(num_heads=3), "num_heads must divide dim"),
         (dict(num_seeds=-1), "num_seeds is -1"),
         (dict(eps=-1e-6), "eps is -1e-06; it must be at least 0 and finite"),
@@ -392,7 +436,7 @@ def test_misuse(call, words):
     ],
 )
 def test_misconstruction(options, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         PMA(**{"dim": DIM, "num_heads": HEADS, "num_seeds": SEEDS, **options})
 
 
@@ -401,6 +445,13 @@ def test_a_backend_by_name_serves_or_says_why(options):
     x, offsets = batch([40, 70])
     with pytest.raises(ValueError, match=r"CPU|cpu"):
         make(**options)(x, offsets)
+
+
+def test_text_form():
+    """It names what is not the default, numerics too."""
+    assert "precision='mxfp8', backend='auto'\n" in repr(make())
+    assert "numerics='post'" in repr(make(numerics="post"))
+    assert "numerics=Numerics(" in repr(make(numerics=Numerics(scales="static")))
 
 
 def test_bf16_takes_any_head_dimension():

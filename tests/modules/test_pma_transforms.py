@@ -1,13 +1,16 @@
 """PMA under what training loops put around it: operators' contracts, compile, export, checkpointing, flash-attn-4's function."""
 
+import logging
 import sys
 from types import ModuleType
 
 import pytest
 import torch
 import torch._dynamo
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
@@ -33,7 +36,9 @@ def test_operator(numerics, value_proj, tokens):
     leaf = [torch.randn(*shape).requires_grad_() for shape in ((tokens, 64), (40, 2, 32), (64,), (64, 64), (64, 64))]
     x, q, g, w_k, w_v = leaf
     arguments = (x, offsets, q, g, w_k, w_v if value_proj else None, 1e-6, numerics.key, "auto", torch.bfloat16)
-    opcheck(mxfp8.pma_attention, arguments)
+    opcheck(mxfp8.pma_attention, (*arguments, True))
+    alone = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
+    opcheck(mxfp8.pma_attention, (*alone, False))
 
 
 def test_other_operators():
@@ -194,13 +199,33 @@ def test_backward_twice_through_a_retained_graph():
         torch.autograd.grad(out, leaves, weights_of(out))
 
 
-def test_no_second_derivative_in_silence():
-    module = make()
+@pytest.mark.parametrize("options", KINDS)
+def test_no_other_derivative_in_silence(options):
+    """Second ones, forward mode and ``torch.func``'s are refused, never 0; parameters given from outside are not."""
+    module = make(**options)
     x, offsets = batch([40, 70])
     x.requires_grad_()
     (grad,) = torch.autograd.grad(module(x, offsets).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(grad.sum(), x)
+    with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError)):
+        module(forward_ad.make_dual(x.detach(), torch.ones_like(x)), offsets)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    assert torch.equal(functional_call(module, parameters, (x, offsets)), module(x, offsets))
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.grad(lambda p: functional_call(module, p, (x, offsets)).sum())(parameters)
+
+
+@pytest.mark.parametrize("kind, index, reason", [("cuda", 0, "flash-attn-4 is not installed"), ("cpu", None, "")])
+def test_a_slow_path_of_bf16_is_said_once(kind, index, reason, monkeypatch, caplog):
+    """SDPA, a sequence at a time and with offsets read on the host, is no silent stand-in for flash-attn-4 on a GPU."""
+    bf16._bf16_choice_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(bf16.importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert [bf16._bf16_choice_once(kind, index, "auto") for _ in range(2)] == ["sdpa"] * 2
+    assert [reason in r.getMessage() for r in caplog.records] == [True] * bool(reason)
+    bf16._bf16_choice_once.cache_clear()
 
 
 @pytest.fixture

@@ -116,3 +116,9 @@ def test_bad_offsets_are_named(offsets, error, words):
 def test_misuse_is_refused_in_words(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def test_text_form():
+    """What it is, not what it holds."""
+    assert repr(quantize_mx(torch.randn(70, 64))) == "MXTensor(shape=[70, 64], block=(32, 32), token_dim=0, device=cpu)"
+    assert "sequences=2" in repr(quantize_mx(torch.randn(70, 64), offsets=offsets_of([30, 40])))
