@@ -18,7 +18,7 @@ COMMANDS = {
     "clocks": "count the clock that attention kernels run at, on random and on constant operands",
     "numerics": "signal-to-noise ratio of every output and gradient against FP64 and BF16",
     "train": "train one recommendation model in BF16 and in MXFP8 and compare normalized entropy",
-    "report": "write the tables of README.md anew from the committed records",
+    "report": "write the tables of the pages anew from the committed records",
 }
 
 

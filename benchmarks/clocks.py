@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.config import UserError, parse_command_line, setting
-from benchmarks.harness import format_table, pick_device, say, write_record
+from benchmarks.harness import check_known, check_timed, format_table, pick_device, say, write_record
 from benchmarks.kernels import SHAPES, Shape, without_copy
 
 CONSTANTS = {"ones": 0x38, "zeros": 0x00}
@@ -232,11 +232,8 @@ def main(argv: Sequence[str]) -> int:
     """The command."""
     config = parse_command_line(ClocksConfig, argv, "clocks", "Clocks of the attention kernels on random and on constant operands.")
     device = pick_device(config.device)
-    if device.type != "cuda":
-        raise UserError(f"device = {config.device!r}: clocks are counted on a CUDA device")
-    unknown = [name for name in config.shapes if name not in SHAPES]
-    if unknown:
-        raise UserError(f"shapes = {unknown}: known are {', '.join(SHAPES)}")
+    check_timed(device, config.device, "clocks are counted")
+    check_known("shapes", config.shapes, SHAPES)
     if config.rounds < 1:
         raise UserError(f"rounds = {config.rounds}: expected at least 1")
     waiting = burst(lambda: torch.cuda._sleep(3_000_000), device, config.rounds, config.pause)

@@ -116,6 +116,20 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     return {"date": now.isoformat(), **commit(), "versions": versions(), "machine": machine(device)}
 
 
+def check_timed(device: torch.device, name: str, what: str) -> None:
+    """Refuse a device, called ``name`` in the configuration, on which ``what`` ("kernels are timed") is not."""
+    if device.type != "cuda":
+        raise UserError(f"device = {name!r}: {what} on a CUDA device")
+
+
+def check_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names of a list in the configuration that there are not."""
+    known = list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"{key} = {unknown}: known are {', '.join(known)}")
+
+
 def pick_device(name: str) -> torch.device:
     """The torch device called `name` ("auto": the first CUDA device, else the CPU); UserError if it is not there."""
     if name == "auto":

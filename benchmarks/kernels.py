@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.config import UserError, parse_command_line, setting
-from benchmarks.harness import Timing, format_table, pick_device, say, write_record
+from benchmarks.config import parse_command_line, setting
+from benchmarks.harness import Timing, check_known, check_timed, format_table, pick_device, say, write_record
 
 FP8_FLOPS_PER_CLOCK = 8192
 """Dense FP8 operations of one Hopper multiprocessor a clock."""
@@ -346,17 +346,12 @@ def main(argv: Sequence[str]) -> int:
     """The command."""
     config = parse_command_line(KernelsConfig, argv, "kernels", "Attention kernels against their limits and against other libraries.")
     device = pick_device(config.device)
-    if device.type != "cuda":
-        raise UserError(f"device = {config.device!r}: kernels are timed on a CUDA device")
-    unknown = [name for name in config.shapes if name not in SHAPES]
-    if unknown:
-        raise UserError(f"shapes = {unknown}: known are {', '.join(SHAPES)}")
+    check_timed(device, config.device, "kernels are timed")
+    check_known("shapes", config.shapes, SHAPES)
     from benchmarks.kernels_fused import all_works, run_works
     from benchmarks.kernels_producers import table as works_table
 
-    unknown = [name for name in config.works if name not in all_works()]
-    if unknown:
-        raise UserError(f"works = {unknown}: known are {', '.join(all_works())}")
+    check_known("works", config.works, all_works())
     if config.backward:
         from benchmarks.kernels_backward import run as run_backward
 

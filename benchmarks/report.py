@@ -1,4 +1,4 @@
-"""``python -m benchmarks report [FILE ...]``: the tables of Markdown pages, drawn from the committed records.
+"""``python -m benchmarks report [FILE ...]``: the tables of Markdown pages (default: of all), drawn from the committed records.
 
 A page marks a table with a line ``<!-- table NAME -->``; everything from there to ``<!-- end -->`` is written anew. ``--check`` writes
 nothing and exits with 1 if a page does not say what the records say.
@@ -35,6 +35,8 @@ SHAPES = {
 }
 DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL = "lp_fa4, mxfp8 dK dV, float16 dQ", "lp_fa4, float16 dQ, training call"
 """What the module and the drop-in run where nobody says otherwise."""
+PAGES = ("README.md", "modules/MEASURED.md", "fused_ops/README.md")
+"""The pages with tables."""
 RIVALS = {"flash_attn_4": "flash-attn-4 BF16", "cudnn_fp8": "cuDNN FP8"}
 
 
@@ -57,7 +59,9 @@ def by_shape(results: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, dic
 
 def source(name: str, found: dict[str, Any]) -> str:
     environment = found["environment"]
-    return f"\n`{name}.json`, {environment['machine']['gpu']}, {environment['date'][:10]}, commit {environment['commit'][:7]}.\n"
+    machine = environment["machine"]
+    where = machine.get("gpu") or f"{machine['cores']} cores of a CPU"
+    return f"\n`{name}.json`, {where}, {environment['date'][:10]}, commit {environment['commit'][:7]}.\n"
 
 
 def module_table() -> str:
@@ -92,6 +96,41 @@ def numerics_table() -> str:
         rows = [[f"{title}, {variant}" if i == 0 else f"… {variant}", *cells] for i, (variant, cells) in enumerate(lines.items())]
         text += markdown(header, rows) + source(name, found) + "\n"
     return text.rstrip("\n") + "\n"
+
+
+def decibels_table() -> str:
+    """SQNR of the default and of ``post`` under a mean loss, beside the published figures."""
+    found = record("cpu/numerics_mean_loss")
+    results = found["results"]
+    names = {
+        "forward_output": "forward output",
+        "event_embs": "event gradient",
+        "seed_embs": "seed gradient",
+        "query_norm.weight": "query norm gradient",
+        "query_proj.weight": "query projection gradient",
+        "key_proj.weight": "key projection gradient",
+    }
+    columns = [results["published"]["published, FP32 dQ"], results["fp64"]["post"], results["fp64"]["default"]]
+    rows = [[title, *(f"{column[name]:.2f}" for column in columns)] for name, title in names.items()]
+    return markdown(["row", "published", "here, `post` choices", "here, default"], rows) + source("cpu/numerics_mean_loss", found)
+
+
+def accuracy_table() -> str:
+    """Held-out metrics of a recommendation model trained in either precision from the same seeds."""
+    found = record("cpu/train_ml100k")
+    (pair,), runs = found["results"]["comparisons"], found["results"]["runs"]
+    rows = []
+    for precision in ("bf16", "mxfp8"):
+        metrics = [[run[metric] for run in runs if run["precision"] == precision] for metric in ("ne", "auc")]
+        rows.append([precision.upper(), *(f"{statistics.fmean(x):.4f} ± {statistics.stdev(x):.4f}" for x in metrics)])
+    apart = [
+        ("difference of pairs", "difference", "auc_difference"),
+        ("BF16's parameters served in MXFP8, difference", "served", "served_auc"),
+    ]
+    for title, *kinds in apart:
+        rows.append([title, *(f"{pair[kind]['mean']:+.4f} ± {pair[kind]['deviation']:.4f}".replace("-", "−") for kind in kinds)])
+    seeds = sum(run["precision"] == "bf16" for run in runs)
+    return markdown(["precision", f"NE on the held-out tail, {seeds} seeds", "AUC"], rows) + source("cpu/train_ml100k", found)
 
 
 def training_table() -> str:
@@ -215,6 +254,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fused": fused_table,
     "numerics": numerics_table,
     "training": training_table,
+    "accuracy": accuracy_table,
+    "decibels": decibels_table,
 }
 
 
@@ -236,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check = "--check" in argv
     stale = 0
-    for name in [a for a in argv if a != "--check"] or [str(ROOT / "README.md")]:
+    for name in [a for a in argv if a != "--check"] or [str(ROOT / page) for page in PAGES]:
         page = Path(name)
         if not page.is_file():
             raise UserError(f"{name}: cannot read the page: no such file")

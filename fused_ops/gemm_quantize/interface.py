@@ -10,7 +10,7 @@ from fused_ops.gemm_quantize import reference
 from fused_ops.gemm_quantize.config import blackwell_spec_of, spec_of
 from fused_ops.gemm_quantize.weights import bound_factor
 from fused_ops.operands import Matrix, Weight, check_device, check_matrix, flatten, unflatten
-from fused_ops.scale_layout.interface import scatter_scales_op, sf_shape
+from fused_ops.scale_layout.interface import check_scatter, scatter_scales_op, sf_shape
 from lp_fa4.mx import MXTensor, check_exponent, check_offsets, encode_scale, scale_rows
 from lp_fa4.operator import custom_op
 
@@ -155,9 +155,6 @@ def gemm_quantize_scatter(
 
     Returns: the product, and the swizzled buffers of axis 0 and of axis 1, None where not asked for.
     """
-    if not axes or any(axis not in (0, 1) for axis in axes):
-        raise ValueError(f"axes is {tuple(axes)}; allowed are (0,), (1,) and (0, 1)")
-    if block[1] % 32:
-        raise ValueError(f"block is {block}; scale atoms hold one byte for 32 columns, so its columns must be a multiple of 32")
+    check_scatter(axes, block)
     out, first, second = _run(x, w, block, offsets, exponent, backend, list(axes))
     return out, (first if 0 in axes else None, second if 1 in axes else None)

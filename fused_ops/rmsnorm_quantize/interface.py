@@ -10,7 +10,7 @@ from fused_ops.backend import choose
 from fused_ops.operands import FLOATS, check_device
 from fused_ops.rmsnorm_quantize import reference
 from fused_ops.rmsnorm_quantize.config import unsupported
-from fused_ops.scale_layout.interface import sf_shape
+from fused_ops.scale_layout.interface import check_scatter, sf_shape
 from fused_ops.scale_layout.reference import scatter_scales
 from lp_fa4.mx import MXTensor, check_exponent, check_offsets, encode_scale, scale_rows
 from lp_fa4.operator import custom_op
@@ -226,9 +226,6 @@ def rmsnorm_center_scatter(
 
     Returns: the norm, and the swizzled buffers of axis 0 and of axis 1, None where not asked for.
     """
-    if not axes or any(axis not in (0, 1) for axis in axes):
-        raise ValueError(f"axes is {tuple(axes)}; allowed are (0,), (1,) and (0, 1)")
-    if block[1] % 32:
-        raise ValueError(f"block is {block}; scale atoms hold one byte for 32 columns, so its columns must be a multiple of 32")
+    check_scatter(axes, block)
     norm, atoms = _centred(x, weight, eps, offsets, block, exponent, keep, list(axes), backend)
     return norm, (atoms[0] if 0 in axes else None, atoms[1] if 1 in axes else None)

@@ -1,5 +1,7 @@
 """``scatter_scales`` and ``gather_scales``: checks, operators of the same names, public functions."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,14 @@ from fused_ops.backend import choose
 from fused_ops.scale_layout import reference
 from lp_fa4.mx import GROUP, SF_TILE, MXTensor, check_offsets, scale_rows, sf_tiles
 from lp_fa4.operator import custom_op
+
+
+def check_scatter(axes: Sequence[int], block: tuple[int, int]) -> None:
+    """Refuse, in words, ``axes`` and a block that a producer cannot scatter scales of."""
+    if not axes or any(axis not in (0, 1) for axis in axes):
+        raise ValueError(f"axes is {tuple(axes)}; allowed are (0,), (1,) and (0, 1)")
+    if block[1] % 32:
+        raise ValueError(f"block is {block}; scale atoms hold one byte for 32 columns, so its columns must be a multiple of 32")
 
 
 def sf_shape(tokens: int, columns: int, offsets: Tensor | None, axis: int) -> tuple[int, int, int, int, int]:

@@ -9,10 +9,16 @@ from benchmarks import report
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "README.md": ["summary", "module", "forward", "backward"],
-    "modules/README.md": ["module", "numerics", "training"],
+    "README.md": ["accuracy", "decibels", "summary", "module", "forward", "backward"],
+    "modules/MEASURED.md": ["module", "numerics", "training"],
     "fused_ops/README.md": ["fused"],
 }
+
+
+def test_all_pages_with_tables_are_drawn():
+    pages = [*ROOT.glob("*.md"), *(page for room in ("lp_fa4", "fused_ops", "modules", "tests") for page in (ROOT / room).rglob("*.md"))]
+    marked = {str(page.relative_to(ROOT)) for page in pages if report.BLOCK.search(page.read_text())}
+    assert marked == set(report.PAGES) == set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
