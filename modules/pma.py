@@ -136,13 +136,14 @@ class PMA(nn.Module):
 
     def _unpack(self, values: Any, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         nested = isinstance(values, Tensor) and values.is_nested
-        if nested and (values.layout != torch.jagged or values.dim() != 3 or values._ragged_idx != 1 or values.lengths() is not None):
-            raise ValueError(f"values is {values!r}; a nested tensor must be torch.jagged, [batch, any, {self.dim}] and without holes")
+        if nested:
+            if values.layout != torch.jagged or values.dim() != 3 or values._ragged_idx != 1 or values.lengths() is not None:
+                raise ValueError(f"values is {values!r}; a nested tensor must be torch.jagged, [batch, any, {self.dim}] and without holes")
+        elif not isinstance(values, Tensor) and not (
+            callable(getattr(values, "values", None)) and callable(getattr(values, "offsets", None))
+        ):
+            raise TypeError(f"values is {type(values).__name__}; it must be a tensor, or have values() and offsets() like a JaggedTensor")
         if nested or not isinstance(values, Tensor):
-            if not (callable(getattr(values, "values", None)) and callable(getattr(values, "offsets", None))):
-                raise TypeError(
-                    f"values is {type(values).__name__}; it must be a tensor, or have values() and offsets() like a JaggedTensor"
-                )
             if offsets is not None:
                 raise ValueError(f"offsets is given beside a {type(values).__name__}, which has its own; give one of them")
             values, offsets = values.values(), values.offsets()

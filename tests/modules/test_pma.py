@@ -219,6 +219,7 @@ def test_nested_tensor(precision):
     nested = torch.nested.nested_tensor_from_jagged(x, offsets)
     out = module(nested)
     assert torch.equal(out, module(x, offsets))
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(nested), out)
     assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want)
     holes = torch.nested.narrow(torch.randn(2, 20, DIM), 1, torch.tensor([0, 1]), torch.tensor([3, 4]), layout=torch.jagged)
     for other in (nested.transpose(1, 2), torch.nested.nested_tensor([torch.randn(3, DIM)], layout=torch.strided), holes):
