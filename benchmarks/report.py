@@ -35,7 +35,17 @@ SHAPES = {
 }
 DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL = "lp_fa4, mxfp8 dK dV, float16 dQ", "lp_fa4, float16 dQ, training call"
 """What the module and the drop-in run where nobody says otherwise."""
-PAGES = ("README.md", "modules/MEASURED.md", "fused_ops/README.md")
+PAGES = (
+    "README.md",
+    "modules/MEASURED.md",
+    "lp_fa4/sm90/README.md",
+    "lp_fa4/sm90/BACKWARD.md",
+    "fused_ops/README.md",
+    "fused_ops/rmsnorm_quantize/README.md",
+    "fused_ops/gemm_quantize/README.md",
+    "fused_ops/norm_projection/README.md",
+    "fused_ops/gemm_norm_backward/README.md",
+)
 """The pages with tables."""
 RIVALS = {"flash_attn_4": "flash-attn-4 BF16", "cudnn_fp8": "cuDNN FP8"}
 
@@ -148,25 +158,12 @@ def training_table() -> str:
     return markdown(header, rows) + text
 
 
-def forward_table() -> str:
-    found, rows = record("h200/forward"), []
-    results = [row for row in found["results"] if not row["shape"].startswith("few_queries")]  # bound by memory: TFLOP/s say nothing
-    for shape, at in by_shape(results):
-        rivals = [f"{at[name]['tflops']:.0f}, {at[name]['sustained_tflops']:.0f}" for name in RIVALS]
-        for variant, row in at.items():
-            if variant not in RIVALS:
-                ours = f"{row['tflops']:.0f}, {row['sustained_tflops']:.0f}"
-                rows.append([shape, variant.replace("lp_fa4 ", ""), ours, *rivals])
-    header = ["shape", "exponents", "this", *RIVALS.values()]
-    return markdown(header, rows) + source("h200/forward", found)
-
-
-def backward_table(variants: Sequence[str] = ()) -> str:
-    """The backward alone, all its launches counted, then forward and backward with quantization, BF16 in and out; ``variants`` or all."""
+def backward_table() -> str:
+    """The backward alone, all its launches counted, then forward and backward with quantization, BF16 in and out."""
     found, rows = record("h200/backward"), []
     for shape, at in by_shape(found["results"]):
         for variant, row in at.items():
-            if variant.startswith(tuple(RIVALS)) or (variants and variant not in variants):
+            if variant.startswith(tuple(RIVALS)):
                 continue
             training = variant.endswith("training call")
             choice = variant.removesuffix("training call").removeprefix("lp_fa4").rstrip(", ")
@@ -186,20 +183,6 @@ def backward_table(variants: Sequence[str] = ()) -> str:
             )
     header = ["shape", "variant", "ms", "TFLOP/s", "flash-attn-4 BF16", "ratio", "cuDNN FP8", "peak GiB, this / flash-attn-4"]
     return markdown(header, rows) + source("h200/backward", found)
-
-
-def fused_table() -> str:
-    """Time of each fused operation and of every path beside it, in the order of the records."""
-    text = ""
-    for name in ("h200/producers", "h200/fused"):
-        found, rows = record(name), []
-        results = found["results"]
-        for work in dict.fromkeys(row["work"] for row in results):
-            at = [row for row in results if row["work"] == work]
-            for row in at:
-                rows.append([work if row is at[0] else "", row["variant"].strip(), f"{row['ms']:.2f}", f"{row['ms'] / at[0]['ms']:.2f}"])
-        text += markdown(["work", "variant", "ms", "times the first"], rows) + source(name, found) + "\n"
-    return text.rstrip("\n") + "\n"
 
 
 def _span(ratios: Sequence[float], form: str) -> str:
@@ -245,28 +228,36 @@ def summary_table() -> str:
     return markdown(["", *kinds], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "summary": summary_table,
-    "module": module_table,
-    "forward": forward_table,
-    "backward": lambda: backward_table((DEFAULT_BACKWARD, DEFAULT_TRAINING_CALL)),
-    "backward-all": backward_table,
-    "fused": fused_table,
-    "numerics": numerics_table,
-    "training": training_table,
-    "accuracy": accuracy_table,
-    "decibels": decibels_table,
-}
+def tables() -> dict[str, Callable[[], str]]:
+    """Every table by its name."""
+    from benchmarks import report_kernels as kernels
+
+    return {
+        "summary": summary_table,
+        "module": module_table,
+        "forward": kernels.forward_table,
+        "backward": backward_table,
+        "numerics": numerics_table,
+        "training": training_table,
+        "accuracy": accuracy_table,
+        "decibels": decibels_table,
+        "fused": kernels.fused_table,
+        "norm": kernels.norm_table,
+        "products": kernels.products_table,
+        "norm-projection": kernels.norm_projection_table,
+        "norm-backward": kernels.norm_backward_table,
+    }
 
 
 def render(text: str) -> str:
     """``text`` with every marked table drawn from the records. Raises UserError naming a table that does not exist."""
+    known = tables()
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
-        if name not in TABLES:
-            raise UserError(f"table {name!r}: allowed are {', '.join(TABLES)}")
-        return f"{match['start']}{TABLES[name]()}{match['end']}"
+        if name not in known:
+            raise UserError(f"table {name!r}: allowed are {', '.join(known)}")
+        return f"{match['start']}{known[name]()}{match['end']}"
 
     return BLOCK.sub(table, text)
 

@@ -9,9 +9,15 @@ from benchmarks import report
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "README.md": ["accuracy", "decibels", "summary", "module", "forward", "backward"],
+    "README.md": ["accuracy", "decibels", "summary", "module"],
     "modules/MEASURED.md": ["module", "numerics", "training"],
+    "lp_fa4/sm90/README.md": ["forward"],
+    "lp_fa4/sm90/BACKWARD.md": ["backward"],
     "fused_ops/README.md": ["fused"],
+    "fused_ops/rmsnorm_quantize/README.md": ["norm"],
+    "fused_ops/gemm_quantize/README.md": ["products"],
+    "fused_ops/norm_projection/README.md": ["norm-projection"],
+    "fused_ops/gemm_norm_backward/README.md": ["norm-backward"],
 }
 
 
