@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lp_fa4.common.halves import half_of
 from lp_fa4.common.numbers import exp2, log2, scale_of_byte
+from lp_fa4.common.rows import fma
 from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, symbol
 from lp_fa4.problem import ForwardResult
 from lp_fa4.sm90.forward_config import ForwardSpec
@@ -185,12 +186,12 @@ class Merge:
                 o = o * unit
             if const_expr(spec.centred):
                 o = o + center * sums
-            o = o * inverse
+            whole = o * inverse
             if const_expr(spec.outputs == 2):
-                centred[out_row, head, tid] = o.to(BFloat16)
-            if const_expr(spec.mean):
-                o = o + (Float32(0.0) if empty else mean)
-            out[out_row, head, tid] = o.to(BFloat16)
+                centred[out_row, head, tid] = whole.to(BFloat16)
+            if const_expr(spec.mean):  # rounded once in either form, so that the output has the same bits with and without the centred
+                whole = fma(o, inverse, Float32(0.0) if empty else mean)
+            out[out_row, head, tid] = whole.to(BFloat16)
         if tid == spec.head_dim:  # of a warp that stores no O
             exponent = log2(value) + (reference - highest)
             store_statistics(Output(lse, maximum, total), (head, out_row), empty, highest, exponent)
