@@ -76,6 +76,11 @@ class GemmSpec:
         return self.wide or self.folded
 
     @property
+    def flat(self) -> bool:
+        """No exponent depends on the sequence a row is of: tiles are of all rows, whole but for the last, and every CTA has as many."""
+        return self.direct
+
+    @property
     def wide(self) -> bool:
         """Sums of a row stay in one accumulator, and exponents are given."""
         return self.static and not self.scaled

@@ -1,7 +1,8 @@
 """``gemm_quantize`` on Hopper: ``x [T, K] @ w [N, K]^T`` on wgmma, quantized from the accumulators; the product never reaches memory.
 
-A persistent CTA keeps the weights of up to 128 output columns in shared memory and walks 128-token tiles (tile rule): the CTAs of one tile
-run side by side, so x comes from L2 for all but the first of them. Roles: ``sm90_roles``; from sums to codes: ``sm90_epilogue``.
+A persistent CTA keeps the weights of up to 128 output columns in shared memory and walks 128-token tiles, by the tile rule or, where no
+exponent depends on a row's sequence, of all rows: the CTAs of one tile run side by side, so x comes from L2 for all but the first of them.
+Roles: ``sm90_roles``; from sums to codes: ``sm90_epilogue``.
 
 What the definition leaves open is the order and width of the sums. FP8 wgmma aligns the 32 products of an instruction and its accumulator
 to the largest exponent among them, cuts each off 13 places below it, and the result at 14 bits. At most 128 of K (four instructions) meet
@@ -83,7 +84,7 @@ class GemmQuantize:
             halves = hopper.make_trivial_tiled_mma(self.kind, self.kind, k, k, Float16, (1, 1, 1), (64, spec.column_tile), source)
         tokens = Int32(x.shape[0])
         tiles = cute.ceil_div(tokens, TILE)
-        if const_expr(not spec.dense):
+        if const_expr(not (spec.dense or spec.flat)):
             tiles = tokens // TILE + Int32(offsets.shape[0]) - 1
         self.kernel(
             mma, halves, x_atom, t_x, hi_atom, t_hi, lo_atom, t_lo, x_scale, w_hi_scale, w_lo_scale, offsets, given, codes, scales,
@@ -248,7 +249,8 @@ def gemm_quantize(
     scales = torch.empty(scale_rows(tokens, offsets), blocks, dtype=torch.uint8, device=device) if given is None else given
     if tokens == 0 or (offsets is not None and offsets.shape[0] == 1):  # no token belongs to a sequence
         return codes.zero_(), scales if given is not None else scales.zero_()
-    ctas = max(min(multiprocessors(device) // spec.column_tiles, sf_tiles(tokens, offsets)), 1) * spec.column_tiles
+    tiles = sf_tiles(tokens, None if spec.flat else offsets)
+    ctas = max(min(multiprocessors(device) // spec.column_tiles, tiles), 1) * spec.column_tiles
     weights = [aligned_rows(part) for part in w]
     factors = [part.contiguous() for part in w_scale]
     launch(

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import T
 
 from fused_ops.gemm_quantize.config import ITEM_SLOTS, LARGEST_ROW
 from fused_ops.gemm_quantize.sm90_epilogue import HALF, MEET, block_of, finish, finish_direct, finish_halves
@@ -20,7 +21,7 @@ from fused_ops.rmsnorm_quantize.arithmetic import bf16x2_mul
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.halves import add2, half_of
 from lp_fa4.common.matrices import load_matrices
-from lp_fa4.common.numbers import bits_of, inverse_of_byte, scale_of_byte, warp_max
+from lp_fa4.common.numbers import bits_of, inline_ptx, inverse_of_byte, scale_of_byte, warp_max
 from lp_fa4.common.sequence import GROUP
 from lp_fa4.sm90.forward_halves import magnitudes
 from lp_fa4.sm90.wgmma import described, low_half, start
@@ -52,9 +53,14 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         for k in cutlass.range_constexpr(spec.steps):
             cute.copy(w_atom, w_source[None, k], w_target[None, k * spec.parts + p], tma_bar_ptr=bars.w_full)
     stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(1)
-    near = first_sequence(spec.dense, t.offsets, t.first)
+    near = first_sequence(spec.dense or spec.flat, t.offsets, t.first)
+    used = t.tokens
+    if const_expr(spec.flat and not spec.dense):
+        used = Int32(t.offsets[Int32(t.offsets.shape[0]) - 1])
     for tile in cutlass.range(t.first, t.tiles, t.step, unroll=1):
-        token, end, limit, row, region, near = place(spec.dense, t.offsets, t.tokens, tile, near)
+        token, end, limit, row, region, near = place(spec.dense or spec.flat, t.offsets, t.tokens, tile, near)
+        if const_expr(spec.flat):
+            end, region = used, Int32(0)
         if (token < limit) | (region > 0):
             cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
             if const_expr(spec.x_tokens > 0):
@@ -94,9 +100,9 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
 
 
 def halves_of(spec, token: Int32, limit: Int32) -> Int32:
-    """Halves of a tile that are brought and computed: the second is left out where nothing of it is written (and turns keep a warpgroup
-    from running more than a tile ahead, which no barrier's parity would tell)."""
-    return 1 + Int32(token + HALF < limit) if spec.direct and spec.turns else Int32(2)
+    """Halves of a tile that are brought and computed: the second is left out where nothing of it is written, of the last tile alone
+    (``GemmSpec.flat``)."""
+    return 1 + Int32(token + HALF < limit) if spec.direct else Int32(2)
 
 
 @cute.jit
@@ -163,13 +169,13 @@ def fold_into_weight(spec: cutlass.Constexpr, s) -> Int32:
     for n in cutlass.range_constexpr(spec.column_tile // 32):
         if (inverse[n] < 1.0) | (inverse[n] > LARGEST_FOLDED):
             large = Int32(1)
-    for i in cutlass.range(tid, count, 256, unroll=2):
+    for i in cutlass.range(tid, count, 256, unroll=4):
         words = folded_words(spec, s, i)
         for j in cutlass.range_constexpr(4):
             large = large | ((words[j] & Int32(0x7F807F80)) + Int32(0x00800080)) & Int32(-0x7FFF8000)  # a half of exponent 255
     large = any_of(s, large)
     if large == 0:
-        for i in cutlass.range(tid, count, 256, unroll=2):
+        for i in cutlass.range(tid, count, 256, unroll=4):
             words = folded_words(spec, s, i)
             cute.autovec_copy(words, words_of_weight(s, i))
         cute.arch.fence_view_async_shared()
@@ -236,7 +242,13 @@ def promote(spec: cutlass.Constexpr, s, unit: cutlass.Constexpr, slot: Int32, gr
         if const_expr(spec.x_tokens > 0):
             factor = factor * row_factor
         for i in cutlass.range_constexpr(16 * n, 16 * n + 16):
-            total[i] = partial[i] * factor + total[i] if const_expr(unit > 0) else partial[i] * factor
+            total[i] = partial[i] * factor + total[i] if const_expr(unit > 0) else scaled_now(partial[i], factor)
+
+
+def scaled_now(x, factor):
+    """``x * factor``, before what comes behind it: left to itself the compiler of 32 x 32 blocks multiplies later, and copies sums that the
+    tensor core is still adding up."""
+    return Float32(inline_ptx(T.f32(), [x, factor], "mul.rn.f32 $0, $1, $2;", "=f,f,f", side_effects=True))
 
 
 @cute.jit
@@ -422,24 +434,21 @@ def walk(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32, halves: cutla
     if const_expr(spec.turns):  # noqa: SIM102 - one is decided at compile time
         if wg == 0:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-    slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
+    slot, slot_phase, parity, odd = Int32(0), Int32(0), Int32(0), Int32(0)
     stage, phase = wg * (spec.rounds % spec.stages), wg * (spec.rounds // spec.stages % 2)
     cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
     token = item[0, slot]
     while token >= 0:
-        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * wg, item[4, slot] - 2 * wg
+        half = wg ^ odd
+        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * half, item[4, slot] - 2 * half
         count = halves_of(spec, token, limit)
-        at = Bundle(token=token + HALF * wg, end=end, limit=limit, row=row, region=region)
-        if wg < count:
+        at = Bundle(token=token + HALF * half, end=end, limit=limit, row=row, region=region)
+        if half < count:
             stage, phase = half_tile(spec, t, s, bars, c, at, slot, stage, phase, parity, careful, halves)
-            stage, phase = advance(spec, stage, phase, 1)
+            stage, phase = advance(spec, stage, phase, 1 + spec.rounds)
         else:
-            take_turn(spec, wg)
-            pass_turn(spec, wg)
             release(bars.item_empty + slot)
-            stage, phase = advance(spec, stage, phase, spec.rounds)
-        if count == 2:
-            stage, phase = advance(spec, stage, phase, spec.rounds)
+        odd = odd ^ (count & 1)
         parity = parity ^ 1
         slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
         cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
