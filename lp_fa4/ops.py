@@ -250,10 +250,13 @@ def attention_backward(
     return grads.dq, dk, dk_scale, dv, dv_scale, dout.new_empty(0, dtype=torch.float32) if grads.dv_mean is None else grads.dv_mean
 
 
-def run_forward(name: str, p: AttentionProblem, backward: bool) -> ForwardResult:
-    """A backend's forward. Where no ``backward`` follows and the backend can go without it, ``centred_out`` is the output."""
-    alone = not backward and p.v_mean is not None and _takes(name, "keep_centred", "forward")
-    return dispatch.module(name).forward(p, keep_centred=False) if alone else dispatch.module(name).forward(p)
+def run_forward(name: str, p: AttentionProblem, backward: bool, beside: object = None) -> ForwardResult:
+    """A backend's forward. Where no ``backward`` follows and the backend can go without it, ``centred_out`` is the output. ``beside``: what
+    the backend's ``prepare`` left to be done beside the forward."""
+    choices: dict[str, object] = {} if beside is None else {"beside": beside}
+    if not backward and p.v_mean is not None and _takes(name, "keep_centred", "forward"):
+        choices["keep_centred"] = False
+    return dispatch.module(name).forward(p, **choices)
 
 
 def run_backward(
@@ -399,7 +402,8 @@ def flash_attention_forward(
     impl = dispatch.module(name)
     block = _drop_in_block(name, q.shape[2])
     if name != "reference" and hasattr(impl, "prepare"):
-        made = impl.prepare(q, k, v, offsets_q, offsets_k, causal, cfg, block, softmax_scale)
+        more = dict(equal=queries >= 0) if _takes(name, "equal", "prepare") else {}
+        made = impl.prepare(q, k, v, offsets_q, offsets_k, causal, cfg, block, softmax_scale, **more)
         shift = made.lse_shift
     else:
         made = dispatch.module("reference").prepare(q, k, v, offsets_q, offsets_k, causal, cfg, block)
@@ -418,7 +422,7 @@ def flash_attention_forward(
         queries_most=-1 - queries if queries < -1 else None,
         config=cfg,
     )
-    result = run_forward(name, p, backward)
+    result = run_forward(name, p, backward, getattr(made, "beside", None))
     lse = result.lse
     if shift is not None:
         lse = lse + shift

@@ -19,12 +19,12 @@ def unsupported(features) -> str:
     return reason_against(features) or (reason_against_backward(features.head_dim, features.config) if features.backward else "")
 
 
-def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardResult:
+def forward(problem: AttentionProblem, *, keep_centred: bool = True, beside=None) -> ForwardResult:
     """Attention forward; signature and results of ``lp_fa4.reference.forward``. ``keep_centred``: whether a backward reads the result; if
-    not, ``centred_out`` may be ``out``."""
+    not, ``centred_out`` may be ``out``. ``beside``: the quantize pass of ``prepare``, if that left it to run beside the attention."""
     from lp_fa4.sm90.forward_host import forward as run
 
-    return run(problem, keep_centred=keep_centred)
+    return run(problem, keep_centred=keep_centred, beside=beside)
 
 
 def backward(
@@ -67,8 +67,8 @@ def finish_backward(problem: AttentionProblem, prepared: list[Tensor], *, determ
     return run(problem, prepared, deterministic=deterministic)
 
 
-def prepare(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale):
+def prepare(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale, equal=False):
     """Centre and quantize ordinary tensors; see ``lp_fa4.sm90.preparation.prepare``."""
     from lp_fa4.sm90.preparation import prepare as run
 
-    return run(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale)
+    return run(q, k, v, offsets_q, offsets_k, causal, config, block, softmax_scale, equal)

@@ -94,6 +94,7 @@ class ForwardSpec:
         together: key tiles whose P V shares an accumulator, with ``halves``.
         tied: of so many runs of 16 keys one has its exponentials held back, by ``lag``.
         lag: groups of four exponentials that may be under way at once; 0 leaves their order to ptxas.
+        waits: q, k and v are still being quantized (``quantize_beside``), by a launch that this one depends on.
     """
 
     head_dim: int
@@ -118,6 +119,7 @@ class ForwardSpec:
     lag: int = 4
     tied: int = 2
     parts: str = ""
+    waits: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.centred and self.causal), "causal rows have no common sum of V"

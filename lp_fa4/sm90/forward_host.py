@@ -1,6 +1,7 @@
 """From an ``AttentionProblem`` to the Hopper forward's launches: work list, transposed V, attention."""
 
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from lp_fa4.ops import problem_features
 from lp_fa4.problem import AttentionProblem, ForwardResult
 from lp_fa4.sm90.forward_config import FEW_COLUMNS, FEW_KEYS, FEW_PARTS, QUERY_TILE, WIDER, FewSpec, ForwardSpec, half_scale, order_of
 from lp_fa4.sm90.operands import MXTensorWithCopy
+
+if TYPE_CHECKING:
+    from lp_fa4.sm90.quantize_beside import Beside
 
 HEAD_DIMS = (64, 128)
 FEW_QUERIES, SPLIT_KEYS = 64, 1024
@@ -55,6 +59,7 @@ def _compile_forward(arch: str, spec: ForwardSpec):
         fake("int32", (symbol(), _FIELDS), compact=True),
         fake("int32", (symbol(),), align=4),
         fake("int32", (symbol(), _FIELDS), compact=True) if spec.half_sums else None,
+        fake("int32", (symbol(),), align=4) if spec.waits else None,
         Float32(1.0),
         Float32(1.0),
         Int32(1),
@@ -122,7 +127,7 @@ def split_keys_of(problem: AttentionProblem) -> int:
     return SPLIT_KEYS if few and not problem.causal else 0
 
 
-def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, values: str) -> ForwardSpec:
+def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, values: str, waits: bool) -> ForwardSpec:
     query, key, value = blocks
     split = split_keys_of(problem)
     halves = key == value and value in (0, 128) and split == 0
@@ -153,6 +158,7 @@ def _spec(problem: AttentionProblem, blocks: tuple[int, int, int], keep: bool, v
         retries=retries,
         lag=lag,
         tied=tied,
+        waits=waits,
     )
 
 
@@ -210,8 +216,9 @@ def _launch_few(problem: AttentionProblem, spec: ForwardSpec, columns: int, offs
 
 
 def _launch_forward(
-    problem: AttentionProblem, spec: ForwardSpec, offsets_k: Tensor, offsets_q: Tensor | None, codes, scales, parts, part_stats, result
-) -> None:
+    problem: AttentionProblem, spec: ForwardSpec, offsets_k: Tensor, offsets_q: Tensor | None, codes, scales, parts, part_stats, result,
+    beside: "Beside | None",
+) -> None:  # fmt: skip
     """Work list and main kernel; fills ``result``, or ``parts`` and ``part_stats`` where keys are split."""
     from lp_fa4.sm90.worklist import AGAIN, work_list
 
@@ -227,17 +234,17 @@ def _launch_forward(
         shared_q=problem.shared_q,
         query_tile=QUERY_TILE,
         split_keys=spec.split_keys,
+        in_order=spec.waits,
     )
     whole = spec.split_keys == 0
     exact = problem.softmax_scale * LOG2_E
     scale = half_scale(exact) if spec.halves else exact
     outputs = [result.out, result.centred_out if spec.outputs == 2 else None, result.lse, result.row_max, result.row_sum]
-    compiled = _compile_forward(arch_of(device), spec)
     again = records.new_empty(2 * records.shape[0], _FIELDS) if spec.half_sums else None
 
-    def run(items: Tensor, counts: Tensor, wide: int) -> None:
+    def run(spec: ForwardSpec, items: Tensor, counts: Tensor, wide: int) -> None:
         launch(
-            compiled,
+            _compile_forward(arch_of(device), spec),
             device,
             *codes,
             *scales,
@@ -249,6 +256,7 @@ def _launch_forward(
             items,
             counts,
             again,
+            beside.flags if spec.waits and beside is not None else None,
             scale,
             exact / scale if scale > 0.0 else 1.0,
             min(multiprocessors(device), items.shape[0]),
@@ -256,18 +264,21 @@ def _launch_forward(
             wide,
         )
 
-    run(records, state, 0)
+    if beside is not None:
+        beside.start()
+    run(spec, records, state, 0)
     if again is not None:  # what left FP16: hardly ever anything
-        run(again, state[AGAIN:], 1)
+        run(dataclasses.replace(spec, waits=False), again, state[AGAIN:], 1)
 
 
-def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardResult:
+def forward(problem: AttentionProblem, *, keep_centred: bool = True, beside: "Beside | None" = None) -> ForwardResult:
     """Attention on a Hopper GPU; see ``ForwardResult`` for shapes and domains.
 
     Args:
         problem: validated operands; dtypes and layouts as in ``AttentionProblem``. Where ``v`` is an ``MXTensorWithCopy``
             its copy is read, otherwise the kernels turn V themselves.
         keep_centred: whether ``centred_out`` is wanted, as the backward wants it; otherwise it is ``out``.
+        beside: the quantize pass of the problem's operands, if it is to run beside the attention.
 
     No value on the device is read by the host; everything runs on the current stream of the problem's device.
     Raises: ``ValueError`` for what these kernels do not serve.
@@ -287,7 +298,7 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
     if problem.v.scale.shape[-1] != 1:  # a re-coded V has other codes than its copy
         copy = None
     values = v if copy is None else copy
-    spec = _spec(problem, (q_block, k_block, v_block), keep_centred, "plain" if copy is None else "copied")
+    spec = _spec(problem, (q_block, k_block, v_block), keep_centred, "plain" if copy is None else "copied", beside is not None)
     result = _outputs(problem, filled=False, keep=keep_centred)
     if problem.queries is None:
         assert offsets_q is not None
@@ -304,7 +315,7 @@ def forward(problem: AttentionProblem, *, keep_centred: bool = True) -> ForwardR
     if columns:
         _launch_few(problem, spec, columns, offsets_k, (q, k, values), (q_scale, k_scale, v_scale), parts, part_stats)
     else:
-        _launch_forward(problem, spec, offsets_k, offsets_q, (q, k, values), (q_scale, k_scale, v_scale), parts, part_stats, result)
+        _launch_forward(problem, spec, offsets_k, offsets_q, (q, k, values), (q_scale, k_scale, v_scale), parts, part_stats, result, beside)
     if not whole:
         from lp_fa4.sm90.forward_merge import merge
 

@@ -76,6 +76,7 @@ class Forward:
         records: cute.Tensor,
         state: cute.Tensor,
         again: cute.Tensor,
+        flags: cute.Tensor,
         scale_log2: Float32,
         stretch: Float32,
         ctas: Int32,
@@ -116,8 +117,8 @@ class Forward:
             mma_qk, mma_halves, mma_half_sums, mma_pv, mma_out, q_atom, t_q, k_atom, t_k, v_atom, t_v, o_atom, t_o, c_atom, t_c,
             q_scale, k_scale, v_scale, v_sum, v_mean,
             out, centred, lse, maximum, total, parts, part_stats,
-            records, state, again, scale_log2, stretch, zero, wide, l_q, l_k, l_v, l_p, l_o,
-        ).launch(grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+            records, state, again, flags, scale_log2, stretch, zero, wide, l_q, l_k, l_v, l_p, l_o,
+        ).launch(grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=spec.waits)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -152,6 +153,7 @@ class Forward:
         records: cute.Tensor,
         state: cute.Tensor,
         again: cute.Tensor,
+        flags: cute.Tensor,
         scale_log2: Float32,
         stretch: Float32,
         zero: Int32,
@@ -163,7 +165,7 @@ class Forward:
         l_o: cute.ComposedLayout,
     ):
         spec = self.spec
-        stages, d = spec.stages, spec.head_dim
+        stages, d, whole = spec.stages, spec.head_dim, const_expr(spec.split_keys == 0)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         @cute.struct
@@ -228,6 +230,7 @@ class Forward:
             vectors=[x for x in (v_sum, v_mean) if x is not None],
             out=(o_atom, t_o, out), centred=(c_atom, t_c, centred), lse=lse, maximum=maximum, sum=total,
             parts=parts, part_stats=part_stats, records=records, state=state, again=again,
+            flags=flags, heads=Int32(lse.shape[0]) if whole else None,
             scale_log2=scale_log2, stretch=stretch, zero=zero, wide=wide,
         )  # fmt: skip
         if warp < 4:

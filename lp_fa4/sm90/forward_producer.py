@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.common.numbers import exponent_of_byte, inline_ptx, scale_of_byte
 from lp_fa4.sm90.forward_config import KEY_TILE, PLAIN_TILES, QUERY_TILE
+from lp_fa4.sm90.quantize_beside import wait_for
 from lp_fa4.sm90.worklist import FIELDS
 
 ITEM = FIELDS + 3
@@ -119,6 +120,8 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         q_smem, q_gmem = cpasync.tma_partition(t.q_atom, 0, one, cute.group_modes(s.q, 0, 2), cute.group_modes(q, 0, 2))
         k_smem, k_gmem = cpasync.tma_partition(t.k_atom, 0, one, cute.group_modes(s.k, 0, 2), cute.group_modes(k, 0, 2))
         v_smem, v_gmem = cpasync.tma_partition(t.v_atom, 0, one, cute.group_modes(v_shared, 0, 2), cute.group_modes(v, 0, 2))
+        if const_expr(spec.waits):
+            wait_for((t.flags.iterator + b * t.heads + head).toint(), Int32(1))
         static = cute.make_rmem_tensor(3, Int32)
         static.fill(0)
         if const_expr(spec.query_static):
@@ -216,3 +219,5 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         with cute.arch.elect_one():
             valids[buffer] = Int32(-1)
             cute.arch.mbarrier_arrive(bars.plain_full + buffer)
+    if const_expr(spec.waits):  # what comes after this launch comes after the one beside it
+        cute.arch.griddepcontrol_wait()

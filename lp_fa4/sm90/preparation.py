@@ -11,11 +11,13 @@ from torch import Tensor
 
 from lp_fa4 import reference
 from lp_fa4.common.backward_host import aligned_rows
+from lp_fa4.common.sequence import TILE
 from lp_fa4.common.sequence_vectors import sample_means, sum_tiles
 from lp_fa4.config import AttentionConfig
 from lp_fa4.mx import MXTensor
 from lp_fa4.sm90.forward_host import equal_offsets
 from lp_fa4.sm90.quantize import Work, quantize_all
+from lp_fa4.sm90.quantize_beside import Beside
 
 
 class Prepared(NamedTuple):
@@ -31,6 +33,7 @@ class Prepared(NamedTuple):
     v_mean: Tensor | None
     v_sum: Tensor | None
     lse_shift: Tensor | None
+    beside: Beside | None = None
 
 
 COPY_QUERIES = 1024
@@ -43,6 +46,19 @@ def copy_pays(q: Tensor, k: Tensor, samples: int) -> bool:
     return q.shape[0] * q.shape[1] > COPY_QUERIES * samples * k.shape[1]
 
 
+BESIDE_KEYS, BESIDE_QUERIES, BESIDE_ROWS = 4096, 512, 2**20
+"""Keys and queries of a sequence, and keys times heads, from which on the pass goes beside the forward: of what was measured, all that was
+faster (``README.md``)."""
+
+
+def beside_pays(q: Tensor, k: Tensor, v: Tensor, samples: int, rows: int) -> bool:
+    """Whether equal sequences are quantized beside the forward: by shapes, strides and dtypes alone. ``rows``: of a block."""
+    keys, queries = k.shape[0] // samples, q.shape[0] // samples
+    whole = rows == TILE and q.shape[1] == k.shape[1] and keys % TILE == 0 and queries % TILE == 0
+    large = keys >= BESIDE_KEYS and queries >= BESIDE_QUERIES and k.shape[0] * k.shape[1] >= BESIDE_ROWS
+    return whole and large and all(x.element_size() == 2 and min(x.stride()[:2]) > 0 for x in (q, k, v))
+
+
 def prepare(
     q: Tensor,
     k: Tensor,
@@ -53,10 +69,11 @@ def prepare(
     config: AttentionConfig,
     block: tuple[int, int],
     softmax_scale: float,
+    equal: bool = False,
 ) -> Prepared:
     """Quantize ``q [N, H, D]``, ``k``, ``v [T, Hkv, D]`` in blocks ``(32 or 128, D)``, centred where that is allowed.
 
-    ``softmax_scale`` enters ``lse_shift`` only.
+    ``softmax_scale`` enters ``lse_shift`` only. ``equal``: sequences are of one length.
     """
     if block[0] not in (32, 128) or block[1] != q.shape[2]:
         raise ValueError(f"block is {block}; allowed are (32, {q.shape[2]}) and (128, {q.shape[2]})")
@@ -80,6 +97,9 @@ def prepare(
         Work(k, offsets_k, rows, means=k_mean),
         Work(q, offsets_q, rows, vectors=k_mean, bounded=True),
     ]
+    if equal and order is None and beside_pays(q, k, v, samples, rows):
+        beside = Beside(works, softmax_scale)
+        return Prepared(*(w.made for w in reversed(works)), k_mean, v_mean, beside.v_sum, works[2].dots, beside)
     quantize_all(works, softmax_scale)
     parts = works[0].parts
     assert parts is not None

@@ -165,6 +165,14 @@ class Quantize:
         x, offsets = operand[0], operand[1]
         return ((Int32(x.shape[0]) >> 7) + Int32(offsets.shape[0]) - 1) * Int32(x.shape[1])
 
+    def thread(self):
+        """Number of this thread among those of its tile."""
+        return cute.arch.thread_idx()[0]
+
+    def meet(self):
+        """A barrier of the tile's threads."""
+        cute.arch.sync_threads()
+
     @cute.kernel
     def kernel(self, operands, shares, factor: Float32):
         d = self.specs[0].head_dim
@@ -189,8 +197,7 @@ class Quantize:
     @cute.jit
     def quantize_tile(self, spec: cutlass.Constexpr, operand, shares, index: Int32, factor: Float32, shared):
         """Everything of one tile and head. ``shares``: one over the heads; sequences a row of tiles, on average."""
-        x, offsets, scales, sums = operand[0], operand[1], operand[4], operand[6]
-        tid, _, _ = cute.arch.thread_idx()
+        x, offsets = operand[0], operand[1]
         heads, batch = Int32(x.shape[1]), Int32(offsets.shape[0]) - 1
         tile_row = Int32(Float32(index) * shares[0])  # to one, for as many tiles as memory may hold
         head = index - tile_row * heads
@@ -199,6 +206,15 @@ class Quantize:
         if head >= heads:
             tile_row, head = tile_row + 1, head - heads
         b, begin, end = self.sequence_of(offsets, batch, tile_row, shares[1])
+        self.quantize_at(spec, operand, tile_row, head, b, begin, end, factor, shared)
+
+    @cute.jit
+    def quantize_at(
+        self, spec: cutlass.Constexpr, operand, tile_row: Int32, head: Int32, b: Int32, begin: Int32, end: Int32, factor: Float32, shared
+    ):
+        """Everything of a row of tiles of sequence ``b``, rows from ``begin`` to ``end``, and head."""
+        x, offsets, scales, sums = operand[0], operand[1], operand[4], operand[6]
+        tid, batch = self.thread(), Int32(offsets.shape[0]) - 1
         first = (tile_row - (begin >> 7) - b) << 7
         limit = end
         if b == batch - 1:
@@ -245,7 +261,7 @@ class Quantize:
             self.add_rows(spec, raw, at, bytes_[0], inverses[0], shared)
         self.store_scales(spec, at, bytes_, offsets, batch, scales)
         if const_expr(spec.sums or spec.order is not None):
-            cute.arch.sync_threads()
+            self.meet()
         if const_expr(spec.sums):
             self.store_sums(spec, at, shared, means, sums, tile_row, bytes_[0], inverses[0])
         if const_expr(spec.order is not None):
@@ -275,7 +291,7 @@ class Quantize:
         Rounding keeps order, so a column's largest ``|x - mean|`` is that of its largest or of its smallest element: those are found on the
         elements as they are, two an instruction.
         """
-        tid, _, _ = cute.arch.thread_idx()
+        tid = self.thread()
         warp, lane, maxima, dtype = tid // 32, tid % 32, shared.maxima, spec.dtype
         each = spec.passes // spec.blocks
         for g in cutlass.range_constexpr(spec.blocks):
@@ -291,7 +307,7 @@ class Quantize:
             most = warp_max(top)
             if lane == 0:
                 maxima[warp, g] = most
-        cute.arch.sync_threads()
+        self.meet()
 
     @cute.jit
     def find_scales(self, spec: cutlass.Constexpr, at, bytes_, inverses, shared):
@@ -310,8 +326,8 @@ class Quantize:
     def bound_rows(self, spec: cutlass.Constexpr, raw, bytes_, inverses, shared):
         """Exponents raised until the codes of a row sum to at most ``ROW_SUM``. (Rows past a sequence's end are its last one again; a block
         without a token stays zeros.)"""
-        tid, _, _ = cute.arch.thread_idx()
-        warp, lane, each = tid // 32, tid % 32, spec.passes // spec.blocks
+        tid = self.thread()
+        warp, lane, each, units = tid // 32, tid % 32, spec.passes // spec.blocks, shared.units
         for g in cutlass.range_constexpr(spec.blocks):
             values = [wide([raw[w, p] for w in range(spec.words)], spec.dtype) for p in range(each * g, each * (g + 1))]
             rows = [row_units(row, inverses[g]) for row in values]
@@ -325,12 +341,12 @@ class Quantize:
                     rows = [rows[0] + cute.arch.shuffle_sync_bfly(rows[0], offset=1 << bit)]
             most = warp_max(rows[0])
             if lane == 0:
-                shared.units[warp, g] = most
-        cute.arch.sync_threads()
+                units[warp, g] = most
+        self.meet()
         for g in cutlass.range_constexpr(spec.blocks):
-            most = shared.units[0, g]
+            most = units[0, g]
             for w in cutlass.range_constexpr(1, WARPS):
-                most = cutlass.max(most, shared.units[w, g])
+                most = cutlass.max(most, units[w, g])
             if bytes_[g] < 255 and inverses[g] > 0.0:
                 byte = bytes_[g]
                 for i in cutlass.range_constexpr(ROW_SHIFTS):
@@ -346,7 +362,6 @@ class Quantize:
         those of the scaled values, scaled back.
         """
         codes, vectors, dots = results
-        tile = shared.tile
         each = spec.passes // spec.blocks
         total, shift, vector = (cute.make_rmem_tensor(8, Float32) for _ in range(3))
         total.fill(0.0)
@@ -383,23 +398,28 @@ class Quantize:
                 words = cute.make_rmem_tensor(2, Uint32)
                 for w in cutlass.range_constexpr(2):
                     words[w] = Uint32(e4m3x4(*values[4 * w : 4 * w + 4]))
-                text = "{.reg .pred p; setp.lt.s32 p, $3, $4; @p st.global.v2.b32 [$0], {$1, $2};}"  # a branch would cost more
-                effect([target, words[0], words[1], token, at.end], text, "l,r,r,r,r")
+                self.put(spec, words, target, token, row, at, shared)
                 target = target + step
-                if const_expr(spec.order is not None):
-                    store8(words, shared_row(tile, row, at.column, spec.head_dim), cute.AddressSpace.smem)
             if const_expr(spec.sums and not spec.products):
                 for i in cutlass.range_constexpr(8):
                     total[i] = sums[i] * back if const_expr(g == 0) else fma(sums[i], back, total[i])
         if not clean:
-            self.blank(spec, at, bytes_, codes, tile)
+            self.blank(spec, at, bytes_, codes, shared)
         if const_expr(spec.dots):
             self.store_dots(spec, at, products, dots, factor)
         if const_expr(spec.sums and not spec.products):
             self.share_sums(spec, at, total, shared)
 
     @cute.jit
-    def blank(self, spec: cutlass.Constexpr, at, bytes_, codes, tile):
+    def put(self, spec: cutlass.Constexpr, words, target, token: Int32, row: Int32, at, shared):
+        """Eight codes of a row to where they belong."""
+        text = "{.reg .pred p; setp.lt.s32 p, $3, $4; @p st.global.v2.b32 [$0], {$1, $2};}"  # a branch would cost more
+        effect([target, words[0], words[1], token, at.end], text, "l,r,r,r,r")
+        if const_expr(spec.order is not None):
+            store8(words, shared_row(shared.tile, row, at.column, spec.head_dim), cute.AddressSpace.smem)
+
+    @cute.jit
+    def blank(self, spec: cutlass.Constexpr, at, bytes_, codes, shared):
         """Zeros for the codes that a tile has none of: rows past its sequence's end, blocks that are not finite."""
         words = cute.make_rmem_tensor(2, Uint32)
         words.fill(0)
@@ -411,7 +431,7 @@ class Quantize:
                     target = (codes.iterator + cute.crd2idx((token, at.head, at.column), codes.layout)).toint()
                     store8(words, target, cute.AddressSpace.gmem)
                 if const_expr(spec.order is not None):
-                    store8(words, shared_row(tile, row, at.column, spec.head_dim), cute.AddressSpace.smem)
+                    store8(words, shared_row(shared.tile, row, at.column, spec.head_dim), cute.AddressSpace.smem)
 
     @cute.jit
     def add_rows(self, spec: cutlass.Constexpr, raw, at, byte, inverse, shared):
@@ -419,7 +439,7 @@ class Quantize:
 
         A row's words are B of a product whose A has the unit on its diagonal: the product adds up what lanes of one column hold, and
         leaves each sum in a lane of another. BF16 has every unit; FP16 has not, and is added up as it is."""
-        tid, _, _ = cute.arch.thread_idx()
+        tid = self.thread()
         warp, lane, parts = tid // 32, tid % 32, shared.parts
         group, quad, kind = lane // 4, lane % 4, "bf16" if spec.dtype == "bfloat16" else "f16"
         unit = (bits_of(inverse) >> 16) & 0xFFFF if const_expr(spec.dtype == "bfloat16") else Int32(0x3C00)
@@ -451,7 +471,7 @@ class Quantize:
     def store_dots(self, spec: cutlass.Constexpr, at, products, dots, factor):
         """Dot products of this thread's rows, added up over the threads of a row: each exchange halves the rows that a thread has, so that
         eight rows take eight shuffles. Rows of no sequence get 0."""
-        tid, _, _ = cute.arch.thread_idx()
+        tid = self.thread()
         lane, count, row = tid % spec.lanes, spec.passes, Int32(0)
         for bit in cutlass.range_constexpr(int(math.log2(spec.lanes))):
             upper = (lane >> bit) & 1
@@ -471,7 +491,7 @@ class Quantize:
     @cute.jit
     def share_sums(self, spec: cutlass.Constexpr, at, total, shared):
         """A warp's column sums to shared memory."""
-        tid, _, _ = cute.arch.thread_idx()
+        tid = self.thread()
         warp, lane, parts = tid // 32, tid % 32, shared.parts
         for i in cutlass.range_constexpr(8):
             part = total[i] + cute.arch.shuffle_sync_bfly(total[i], offset=16)
@@ -483,7 +503,7 @@ class Quantize:
     @cute.jit
     def store_scales(self, spec: cutlass.Constexpr, at, bytes_, offsets, batch, scales):
         """One byte for each of the tile's groups that the sequence's region has."""
-        tid, _, _ = cute.arch.thread_idx()
+        tid = self.thread()
         if tid < 4:  # noqa: SIM102 - the others need not look for the region
             if (at.first >> 5) + tid < region_groups(offsets, batch, at.b, Int32(scales.shape[0])):
                 group_byte = Int32(0)
@@ -496,7 +516,7 @@ class Quantize:
     @cute.jit
     def store_sums(self, spec: cutlass.Constexpr, at, shared, means, sums, tile_row, byte, inverse):
         """The tile's FP32 column sums: over the parts in order; 0 for a tile without tokens."""
-        tid, _, _ = cute.arch.thread_idx()
+        tid = self.thread()
         parts = shared.parts
         if tid < spec.head_dim:
             at_column = self.part_place(spec, tid)

@@ -35,8 +35,9 @@ class WorkList:
     ``split_keys``: keys per split (0: one split); ``shared_q``: the queries start at row 0 of q for every sequence.
     """
 
-    def __init__(self, query_tile: int, jagged_q: bool, shared_q: bool, split_keys: int):
+    def __init__(self, query_tile: int, jagged_q: bool, shared_q: bool, split_keys: int, in_order: bool = False):
         self.query_tile, self.jagged_q, self.shared_q, self.split_keys = query_tile, jagged_q, shared_q, split_keys
+        self.in_order = in_order
 
     @cute.jit
     def __call__(
@@ -50,7 +51,8 @@ class WorkList:
         stream,
     ):
         batch = Int32(offsets_k.shape[0]) - 1
-        self.sort(offsets_k, offsets_q, state, queries, heads).launch(grid=[1, 1, 1], block=[_SORT_THREADS, 1, 1], stream=stream)
+        if cutlass.const_expr(not self.in_order):
+            self.sort(offsets_k, offsets_q, state, queries, heads).launch(grid=[1, 1, 1], block=[_SORT_THREADS, 1, 1], stream=stream)
         self.expand(offsets_k, offsets_q, records, state, queries, heads).launch(
             grid=[cute.ceil_div(batch, _EXPAND_WARPS), 1, 1], block=[32 * _EXPAND_WARPS, 1, 1], stream=stream
         )
@@ -138,7 +140,12 @@ class WorkList:
             if cutlass.const_expr(self.shared_q):
                 first_row = Int32(0)
             first_key = Int32(offsets_k[b])
-            start = state[_PLACES + b]
+            if cutlass.const_expr(self.in_order):
+                start = b * tiles * heads
+                if b == 0 and lane < _PLACES:
+                    state[lane] = batch * tiles * heads if lane == 0 else Int32(0)
+            else:
+                start = state[_PLACES + b]
             # Query tiles of one head are neighbours: they read the same keys at about the same time. The last tile of a
             # causal sequence sees the most keys, so it comes first.
             for i in cutlass.range(lane, tiles * splits * heads, 32, unroll=1):
@@ -159,6 +166,7 @@ def _compile_worklist(
     jagged_q: bool,
     shared_q: bool,
     split_keys: int,
+    in_order: bool,
 ):
     count = symbol()
 
@@ -167,7 +175,7 @@ def _compile_worklist(
 
     return build(
         arch,
-        WorkList(query_tile, jagged_q, shared_q, split_keys),
+        WorkList(query_tile, jagged_q, shared_q, split_keys, in_order),
         offsets(offsets_k_dtype),
         offsets(offsets_q_dtype),
         fake("int32", (symbol(), FIELDS), align=16, compact=True),
@@ -188,11 +196,13 @@ def work_list(
     shared_q: bool,
     query_tile: int,
     split_keys: int = 0,
+    in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Records ``[capacity, 8]`` and state ``[4 + B]`` (both int32) of a forward; B >= 1.
 
     ``rows``: rows of q; ``tokens``: rows of k; ``queries``: rows per sequence, or None with ``offsets_q``.
-    ``split_keys`` needs at most one query tile per sequence where queries are jagged.
+    ``split_keys`` needs at most one query tile per sequence where queries are jagged. ``in_order``: sequences as they come, which are of
+    one length; nothing is sorted.
     """
     batch = offsets_k.shape[0] - 1
     tiles = batch * -(-queries // query_tile) if queries is not None else rows // query_tile + batch
@@ -215,6 +225,7 @@ def work_list(
         jagged,
         shared_q,
         split_keys,
+        in_order,
     )
     launch(compiled, offsets_k.device, offsets_k, query_offsets, records, state, 0 if jagged else queries, heads)
     return records, state

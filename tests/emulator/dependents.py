@@ -1,11 +1,11 @@
 """Dependent launches: kernels that may begin before those before them on the stream have ended (programmatic dependent launch).
 
 Launches run one after another here, and nothing about that changes. What a checked run adds: until a warp of a dependent launch has
-executed ``griddepcontrol.wait``, or learnt of another's by a barrier, it may touch nothing in global memory that was written by a launch
-which may still run. (What such a launch only reads is not known: a write over it is let pass.) Which launches those are: the one before,
-whose CTAs have but to ask (``griddepcontrol.launch_dependents``) or to end; and if that one is dependent too and asked before it waited,
-whatever it ran beside itself. "CUDA C++ Programming Guide", programmatic dependent launch and synchronization; PTX ISA, "griddepcontrol".
-"""
+executed ``griddepcontrol.wait``, or read a flag that such a launch raised (``ld.acquire.gpu`` of what it wrote; that it is the right flag
+is not checked), or learnt of another's by a barrier, it may touch nothing in global memory that was written by a launch which may still
+run. (What such a launch only reads is not known: a write over it is let pass.) Which launches those are: the one before, whose CTAs have
+but to ask (``griddepcontrol.launch_dependents``) or to end; and if that one is dependent too and asked before it waited, whatever it ran
+beside itself. "CUDA C++ Programming Guide", programmatic dependent launch and synchronization; PTX ISA, "griddepcontrol"."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def waited(g: Any) -> bool:
     return g.past is None
 
 
+def learn(g: Any) -> None:
+    """A warp knows that what it waited for is there, and others learn it by barriers."""
+    g.past = None
+    if g.clock is not None:
+        g.cluster.waits.append((g.clock.agent, int(g.clock.vc[0, g.clock.agent])))
+
+
 class Written:
     """What launches that may still run have written: bytes that are not what they were when these launches began."""
 
@@ -41,6 +48,9 @@ class Written:
         for launch, lo, hi, changed in self.parts:
             inside = (addresses >= lo) & (addresses + n <= hi)
             if inside.any() and changed[(addresses[inside] - lo)[:, None] + np.arange(n)].any():
+                if {"ld", "acquire", "gpu"} <= set(I.parts):
+                    learn(g)
+                    return
                 raise RaceError(
                     f"dependent launch: {g.where(I)} touches before griddepcontrol.wait what was written since {launch.name[:80]} began, "
                     "which may still run"

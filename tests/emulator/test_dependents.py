@@ -72,6 +72,15 @@ def test_one_warp_waits_for_all(met):
     assert not met or torch.equal(c, a)
 
 
+@pytest.mark.parametrize(
+    "load, right", [("ld.acquire.gpu.global.b32 %r9, [%rd9];\n", True), ("ld.relaxed.gpu.global.b32 %r9, [%rd9];\n", False)]
+)
+def test_a_flag(load, right):
+    """Of a launch that is still running: what was written before it was raised may be read."""
+    a, b, c, _ = words()
+    judge(right, (BEGIN + COPY, a, b, False), (load + COPY, b, c, True))
+
+
 def test_a_bulk_copy():
     """Of what the launch before wrote, and of what it did not."""
     for source, right in ((0, True), (1, False)):

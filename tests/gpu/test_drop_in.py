@@ -137,6 +137,51 @@ def test_copy_of_v_changes_no_bit(causal, monkeypatch):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (64, torch.float16)])
+def test_quantizing_beside_changes_no_bit(dim, dtype, monkeypatch):
+    """Equal sequences are quantized beside the forward, on however many multiprocessors; in a graph too, on other numbers."""
+    from lp_fa4.sm90 import preparation, quantize_beside
+
+    batch, queries, keys, heads = 96, 384, 1024, 3
+    q, k, v = (x.unflatten(0, (batch, -1)) for x in inputs(batch * queries, batch * keys, heads, heads, dim, dtype))
+    k[5, 100, 1, 3], v[7, -1, 2, 0], q[9, 0, 0, 1] = torch.inf, torch.nan, torch.nan
+    k[11, :128], v[12, :256] = 0.25, 0.0
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(q)
+
+    def call():
+        out, lse, _ = flash_attn_func(*leaves, return_attn_probs=True, backend="sm90")
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    def same(ours, theirs):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if i != 2:  # dQ is summed in any order
+                assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), i
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preparation, "beside_pays", lambda *_: False)
+        theirs = call()
+        with torch.no_grad():
+            plain = flash_attn_func(*leaves, backend="sm90")
+    for ctas in (1, 7, 40, 132):
+        with monkeypatch.context() as patched:
+            patched.setattr(preparation, "beside_pays", lambda *_: True)
+            patched.setattr(quantize_beside, "ctas_of", lambda *_, ctas=ctas: ctas)
+            poison()
+            same(call(), theirs)
+    monkeypatch.setattr(preparation, "beside_pays", lambda *_: True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        flash_attn_func(*leaves, backend="sm90")
+        with torch.cuda.graph(graph):
+            out = flash_attn_func(*leaves, backend="sm90")
+        for x in leaves:
+            x.copy_(x.flip(0))
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(out.view(torch.uint8), plain.flip(0).contiguous().view(torch.uint8))
+
+
 def test_gradient_of_the_lse():
     """Served where the LSE is returned (dQ is then summed in FP32); FP16 sums beside it are refused: their bound is on dO alone."""
     q, k, v = (x.requires_grad_() for x in inputs(200, 300, 2, 2, 64))

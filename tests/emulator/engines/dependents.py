@@ -6,17 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from ..dependents import waited
+from ..dependents import learn, waited
 from ..ptx import Instr
 from ..registry import op
 
 
 @op("griddepcontrol.wait", allow="wait")
 def wait(g: Any, I: Instr, m: np.ndarray) -> None:
-    g.past = None
+    learn(g)
     g.machine.waited = True
-    if g.clock is not None:
-        g.cluster.waits.append((g.clock.agent, int(g.clock.vc[0, g.clock.agent])))
 
 
 @op("griddepcontrol.launch_dependents", allow="launch_dependents")
