@@ -30,7 +30,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "few queries": [("mx_attention", {}), ("mx_attention 40", {})],
     "attention": [("mx_attention 140", {}), ("mx_attention 140", {"deterministic": False}), ("static exponents", {})],
-    "drop-in": [("flash_attn_varlen_func", {}), ("flash_attn_varlen_func", {"causal": True})],
+    "drop-in": [("flash_attn_varlen_func", {}), ("flash_attn_varlen_func", {"causal": True}), ("quantized beside", {})],
     "module": [("PMA static value_proj", {}), ("PMA post", {})],
 }
 """Operations of each case, by their names in ``tests.properties.subjects``, and what is not the default of ``Choices``. In float32
@@ -187,7 +187,24 @@ def static_exponents(lengths: tuple[int, ...], place: Any) -> None:
         mx_attention_backward(dout[: sum(lengths)].bfloat16(), result, causal, keys, values, causal=True, **given)
 
 
-FORMS = {"other forms": other_forms, "static exponents": static_exponents}
+def quantized_beside(lengths: tuple[int, ...], place: Any) -> None:
+    """The drop-in of equal sequences, whose quantize pass Hopper runs beside the forward, which waits for it a sequence at a time: here of
+    short ones too, with as few multiprocessors as make it wait."""
+    from unittest import mock
+
+    import torch
+
+    from lp_fa4 import flash_attn_func
+    from lp_fa4.sm90 import preparation, quantize_beside
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, place.heads, place.dim, generator=g).bfloat16().to(place.device) for n in (128, 256, 256))
+    ask, share = mock.patch.object(preparation, "beside_pays", lambda *_: True), mock.patch.object(quantize_beside, "ctas_of", lambda *_: 1)
+    with ask, share, place.around():
+        flash_attn_func(q, k, v, backend=place.backend)
+
+
+FORMS = {"other forms": other_forms, "static exponents": static_exponents, "quantized beside": quantized_beside}
 """Operations that are not subjects."""
 
 
