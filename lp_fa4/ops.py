@@ -126,24 +126,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``out, lse, centred_out, row_max, row_sum`` of :class:`ForwardResult`; ``centred_out`` is empty where it equals ``out``."""
     p = _problem(
-        q,
-        q_scale,
-        k,
-        k_scale,
-        v,
-        v_scale,
-        offsets_q,
-        offsets_k,
-        v_mean,
-        v_sum,
-        q_mean,
-        mean_scores,
-        layout,
-        shared_q,
-        softmax_scale,
-        causal,
-        config,
-    )
+        q, q_scale, k, k_scale, v, v_scale, offsets_q, offsets_k, v_mean, v_sum, q_mean, mean_scores,
+        layout, shared_q, softmax_scale, causal, config,
+    )  # fmt: skip
     check_on_host(offsets_q, q.shape[0], "offsets_q")
     check_on_host(offsets_k, k.shape[0], "offsets_k")
     name = _pick(q.device, problem_features(p, backward=backward), backend, say=True)
@@ -169,25 +154,9 @@ def _fake_result(q: Tensor, rows, v_mean: Optional, config: AttentionConfig) -> 
 
 @attention_forward.register_fake
 def _(
-    q,
-    q_scale,
-    k,
-    k_scale,
-    v,
-    v_scale,
-    offsets_q,
-    offsets_k,
-    v_mean,
-    v_sum,
-    q_mean,
-    mean_scores,
-    layout,
-    shared_q,
-    scale,
-    causal,
-    config,
-    *rest,
-):
+    q, q_scale, k, k_scale, v, v_scale, offsets_q, offsets_k, v_mean, v_sum, q_mean, mean_scores,
+    layout, shared_q, softmax_scale, causal, config, *rest,
+):  # fmt: skip
     batch = 1 if offsets_k is None else offsets_k.shape[0] - 1
     return _fake_result(q, batch * q.shape[0] if shared_q else q.shape[0], v_mean, _config(config))
 
@@ -224,24 +193,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``dq`` fp32, ``dk, dk_scale, dv, dv_scale`` (uint8, or bf16 with empty scales), ``dv_mean`` (empty if dv is complete)."""
     p = _problem(
-        q,
-        q_scale,
-        k,
-        k_scale,
-        v,
-        v_scale,
-        offsets_q,
-        offsets_k,
-        v_mean,
-        v_sum,
-        q_mean,
-        mean_scores,
-        layout,
-        shared_q,
-        softmax_scale,
-        causal,
-        config,
-    )
+        q, q_scale, k, k_scale, v, v_scale, offsets_q, offsets_k, v_mean, v_sum, q_mean, mean_scores,
+        layout, shared_q, softmax_scale, causal, config,
+    )  # fmt: skip
     name = _pick(q.device, problem_features(p, backward=True), backend, say=False)
     centred = centred_out if _keeps_centred(v_mean, p.config) else out
     grads = run_backward(name, p, ForwardResult(out, lse, centred, row_max, row_sum), dout, dlse, deterministic, tuple(needs))
@@ -308,32 +262,10 @@ def _plain(x: MXTensor | Tensor) -> tuple[Tensor, Tensor]:
 
 @attention_backward.register_fake
 def _(
-    dout,
-    dlse,
-    out,
-    lse,
-    centred_out,
-    row_max,
-    row_sum,
-    q,
-    q_scale,
-    k,
-    k_scale,
-    v,
-    v_scale,
-    offsets_q,
-    offsets_k,
-    v_mean,
-    v_sum,
-    q_mean,
-    mean_scores,
-    layout,
-    shared_q,
-    softmax_scale,
-    causal,
-    config,
-    *rest,
-):
+    dout, dlse, out, lse, centred_out, row_max, row_sum,
+    q, q_scale, k, k_scale, v, v_scale, offsets_q, offsets_k, v_mean, v_sum, q_mean, mean_scores,
+    layout, shared_q, softmax_scale, causal, config, *rest,
+):  # fmt: skip
     cfg = _config(config)
     tokens, heads, dim = k.shape
     dq = q.new_empty(q.shape, dtype=torch.float32)
