@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,18 +93,38 @@ def norm_and_cast(x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, T
     return (xf * rstd * weight * inverse).clamp(-448, 448).to(torch.float8_e4m3fn), rstd[:, 0]
 
 
+def cast(x: Tensor, inverse: Tensor) -> Tensor:
+    """E4M3 of the rows times ``inverse``."""
+    return (x.float() * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def centre_and_cast(x: Tensor, mean: Tensor, sequence: Tensor, inverse: Tensor) -> Tensor:
+    """E4M3 of the rows less their sequence's row of ``mean``, times ``inverse``. ``sequence``: a row's, int64."""
+    return ((x.float() - mean[sequence]) * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def cast_squares(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 of 32 x 32 blocks counted from the first row, and their E8M0: a power of two that takes a block's largest magnitude to at most
+    448."""
+    blocks = x.view(-1, 32, x.shape[1] // 32, 32).float()
+    byte = ((blocks.abs().amax(dim=(1, 3)) / 448).view(torch.int32) + 0x7FFFFF) >> 23
+    inverse = ((254 - byte) << 23).view(torch.float32)
+    return (blocks * inverse[:, None, :, None]).to(torch.float8_e4m3fn).view(x.shape), byte.to(torch.uint8)
+
+
 @cache
-def compiled(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``function`` of rows and vectors, compiled once a width for any number of rows. Unless dynamo is told that widths are constants, it
-    makes them variables at the second one, and the kernel takes three times as long."""
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of rows and what belongs to them or to columns, compiled once a width for any number of rows. Unless dynamo is told that
+    widths are constants, it makes them variables at the second one, and the kernel takes three times as long."""
     made = torch.compile(function)
 
-    def call(x: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_static(x, 1)
-        for vector in vectors:
-            torch._dynamo.mark_static(vector, 0)
-        return made(x, *vectors)
+    def call(x: Tensor, *others: Tensor) -> Any:
+        for tensor in (x, *others):
+            of_rows = tensor.shape[0] == x.shape[0]
+            (torch._dynamo.mark_dynamic if of_rows else torch._dynamo.mark_static)(tensor, 0)
+            for dim in range(1, tensor.dim()):
+                torch._dynamo.mark_static(tensor, dim)
+        return made(x, *others)
 
     return call
 
@@ -135,10 +156,21 @@ def norm_work(tokens: int, columns: int, device: torch.device, *, kind: str) -> 
     width = block[1] if block[0] else 0
     count = norm_bytes(tokens, columns, offsets.shape[0] - 1, block=width, centred=centred, keep=keep, copied=heads > 0)
     variants: dict[str, Callable[[], object]] = {"rmsnorm_quantize": ours, "norm, then quantize": lambda: unfused(quack_norm)}
+    inverse = torch.full((columns,), 8.0, device=device)
     if kind in ("static", "square"):
         variants["compiled norm, then quantize"] = lambda: unfused(compiled(norm))
+        sequence = torch.repeat_interleave(offsets.diff().long()) if centred else offsets
+
+        def none_of_ours() -> object:
+            """Quack's norm, then what ``torch.compile`` makes of the pass; of ours the 64 rows' mean alone, and no sums."""
+            rows = quack_norm(x, weight)[0]
+            if not centred:
+                return compiled(cast_squares)(rows)
+            mean = sample_means([rows.view(tokens, -1, HEAD_DIM)], offsets)[0]
+            return compiled(centre_and_cast)(rows, mean.view(-1, columns), sequence, inverse)
+
+        variants["norm, then a compiled quantize"] = none_of_ours
     if kind == "static plain":
-        inverse = torch.full((columns,), 8.0, device=device)
         variants["norm and cast, compiled together"] = lambda: compiled(norm_and_cast)(x, weight, inverse)
     variants[COPY] = copy_of(count, device)
     return Work(f"rmsnorm_quantize {kind}, {tokens / 1e6:g} M x {columns}", variants, count, 6.0 * tokens * columns)
@@ -179,6 +211,8 @@ def product_work(tokens: int, columns: int, device: torch.device, *, form: str) 
     parts = 2 if form == "pair" else 1
     count = product_bytes(tokens, columns, columns, 2 if form == "bf16" else 1, parts)
     variants: dict[str, Callable[[], object]] = {"gemm_quantize": ours, "cuBLAS BF16, then quantize": unfused}
+    inverse = torch.full((columns,), 16.0, device=device)
+    variants["cuBLAS BF16, then a compiled cast"] = lambda: compiled(cast)(x @ rounded.t(), inverse)
     variants["cuBLAS BF16 alone"] = lambda: x @ rounded.t()
     if form != "bf16":
         variants["weight in blocks, FP32 sums"] = lambda: ours("in blocks")
