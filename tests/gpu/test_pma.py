@@ -275,6 +275,24 @@ def test_compile_serves_every_batch(options, repeating):
     assert counts[-1] == counts[1], counts
 
 
+def test_compilers_own_graphs(deterministic):
+    """``mode="reduce-overhead"``: the compiler captures forward and backward in CUDA graphs, skips none, replays with other lengths."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = on_device(make(**SHAPES["D128"]))
+    compiled, batch, capacity = torch.compile(module, fullgraph=True, mode="reduce-overhead"), 12, 6000
+    generator = torch.Generator().manual_seed(5)
+    for trial in range(6):
+        lengths = torch.randint(0, 500, (batch,), generator=generator).tolist()
+        x, offsets = events(lengths, module.dim, extra=capacity - sum(lengths), seed=trial)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = {name: value.clone() for name, value in flat(gpu_run(compiled, x, offsets)).items()}
+        for name, value in flat(gpu_run(module, x, offsets)).items():
+            same = torch.equal(got[name], value) if name in ("out", "events") else db(got[name].cpu(), value.cpu().double()) > 100
+            assert same, (trial, name)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
 def test_compiled_balanced_coordinates(deterministic):
     module = on_device(make(**SHAPES["D128"]))
     assert module.numerics.coordinates == "balanced"
