@@ -11,8 +11,8 @@ TILE = 128
 MAX_COLUMNS = 128
 """Output columns of a CTA: 64 accumulators a thread, next to two sets of partial sums."""
 MAX_DIRECT_COLUMNS = 192
-"""Where sums stay in one accumulator, 96 a thread (``GemmSpec.wide``): the more columns, the fewer bytes of
-shared memory a product reads."""
+"""Where sums stay in one accumulator, 96 a thread (``GemmSpec.wide``), or are FP16 (``GemmSpec.halves``): the more columns, the fewer bytes
+of shared memory a product reads, and the fewer CTAs read x."""
 SHARED_BYTES = 227 * 1024
 WIDE_FIXED_BYTES, DIRECT_FIXED_BYTES = 2 * 1024, 4 * 1024
 FIXED_BYTES = 24 * 1024
@@ -173,12 +173,20 @@ class GemmSpec:
     def column_tile(self) -> int:
         """Output columns of a CTA, whose weights stay in shared memory: the fewest tiles that fit, of equal size."""
         row = self.parts * self.steps * 128
+        left = SHARED_BYTES - self.fixed_bytes - MAX_DIRECT_COLUMNS * row
+        if self.halves and self.columns % MAX_DIRECT_COLUMNS == 0 and left >= 2 * self.rounds * self.stage_bytes:
+            return MAX_DIRECT_COLUMNS
         limit, rows = (MAX_DIRECT_COLUMNS, MIN_DIRECT_BYTES) if self.wide else (MAX_COLUMNS, MIN_STAGES * self.stage_bytes)
         most = min(limit, (SHARED_BYTES - self.fixed_bytes - rows) // row) // self.unit * self.unit
         if most <= 0:
             return 0
         tiles, units = -(-self.columns // most), -(-self.columns // self.unit)
         return -(-units // tiles) * self.unit
+
+    @property
+    def sets(self) -> int:
+        """Of partial sums: two, of which one is made while the other is added up, where registers hold them."""
+        return 2 if self.column_tile <= MAX_COLUMNS else 1
 
     @property
     def column_tiles(self) -> int:

@@ -27,7 +27,7 @@ from cutlass.utils import hopper_helpers as hopper
 from torch import Tensor
 
 from fused_ops.gemm_quantize.config import ITEM_SLOTS, TILE, GemmSpec, unsupported
-from fused_ops.gemm_quantize.sm90_roles import FIELDS, HALF, consume, fill_tables, fold_inverse, produce
+from fused_ops.gemm_quantize.sm90_roles import FIELDS, HALF, bring_weights, consume, fill_tables, fold_inverse, produce
 from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.compile import arch_of, build, dtype_name, fake, fake_offsets, kernel_cache, launch, multiprocessors, symbol
@@ -83,7 +83,7 @@ class GemmQuantize:
         if const_expr(spec.halves):
             halves = hopper.make_trivial_tiled_mma(self.kind, self.kind, k, k, Float16, (1, 1, 1), (64, spec.column_tile), source)
         tokens = Int32(x.shape[0])
-        tiles = cute.ceil_div(tokens, TILE)
+        tiles = cute.ceil_div(tokens, HALF if spec.flat else TILE)
         if const_expr(not (spec.dense or spec.flat)):
             tiles = tokens // TILE + Int32(offsets.shape[0]) - 1
         self.kernel(
@@ -153,18 +153,6 @@ class GemmQuantize:
             item_full=base + 1 + 2 * spec.stages,
             item_empty=base + 1 + 2 * spec.stages + ITEM_SLOTS,
         )
-        if warp == 0:
-            for atom in (x_atom, hi_atom, lo_atom):
-                cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(bars.w_full, 1)
-                for i in cutlass.range_constexpr(spec.stages):
-                    cute.arch.mbarrier_init(bars.full + i, 1)
-                    cute.arch.mbarrier_init(bars.empty + i, 4 * spec.cluster)
-                for i in cutlass.range_constexpr(ITEM_SLOTS):
-                    cute.arch.mbarrier_init(bars.item_full + i, 1)
-                    cute.arch.mbarrier_init(bars.item_empty + i, 8)
-            cute.arch.mbarrier_init_fence()
         s = Bundle(
             item=storage.item.get_tensor(cute.make_layout((FIELDS, ITEM_SLOTS))),
             maxima=storage.maxima.get_tensor(cute.make_layout((blocks, 8, 2))),
@@ -182,6 +170,20 @@ class GemmQuantize:
             offsets=offsets, given=given, codes=codes, scales=scales, tokens=tokens, tiles=tiles, threads=THREADS,
             column=cta % spec.column_tiles, first=cta // spec.column_tiles, step=ctas // spec.column_tiles, rank=cta % spec.cluster,
         )  # fmt: skip
+        if warp == 0:
+            for atom in (x_atom, hi_atom, lo_atom):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(bars.w_full, 1)
+                for i in cutlass.range_constexpr(spec.stages):
+                    cute.arch.mbarrier_init(bars.full + i, 1)
+                    cute.arch.mbarrier_init(bars.empty + i, 4 * spec.cluster)
+                for i in cutlass.range_constexpr(ITEM_SLOTS):
+                    cute.arch.mbarrier_init(bars.item_full + i, 1)
+                    cute.arch.mbarrier_init(bars.item_empty + i, 8)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            bring_weights(spec, t, s, bars)
         fill_tables(spec, t, s)
         if const_expr(spec.cluster > 1):  # no arrival before the other CTA's barriers exist
             cute.arch.cluster_arrive()
@@ -221,9 +223,16 @@ def _compile_gemm_quantize(arch: str, offsets_dtype: str | None, spec: GemmSpec)
         fake_offsets(offsets_dtype),
         fake("uint8", (1, spec.columns // spec.width), align=1, compact=True) if spec.static else None,
         fake("uint8", (tokens, spec.columns), compact=True),
-        None if spec.static else fake("uint8", (symbol(), spec.columns // spec.width), align=1, compact=True),
+        fake("uint8", (symbol(), spec.columns // spec.width), align=1, compact=True),
         Int32(1),
     )
+
+
+def given_bytes(exponent: Tensor, blocks: int, device: torch.device) -> Tensor:
+    """Scale bytes ``[blocks]`` of exponents; themselves where they are such bytes, so that no launch copies them."""
+    if exponent.dtype == torch.uint8 and exponent.shape == (blocks,) and exponent.device == device and exponent.is_contiguous():
+        return exponent
+    return static_bytes(exponent, blocks, device)
 
 
 def gemm_quantize(
@@ -245,11 +254,11 @@ def gemm_quantize(
     (rows,), device = x, x[0].device
     tokens, blocks = rows.shape[0], spec.columns // spec.width
     codes = torch.empty(tokens, spec.columns, dtype=torch.uint8, device=device)
-    given = static_bytes(exponent, blocks, device)[None] if exponent is not None else None
-    scales = torch.empty(scale_rows(tokens, offsets), blocks, dtype=torch.uint8, device=device) if given is None else given
+    given = None if exponent is None else given_bytes(exponent, blocks, device)[None]
+    scales = torch.empty(scale_rows(tokens, offsets) if given is None else 1, blocks, dtype=torch.uint8, device=device)
     if tokens == 0 or (offsets is not None and offsets.shape[0] == 1):  # no token belongs to a sequence
-        return codes.zero_(), scales if given is not None else scales.zero_()
-    tiles = sf_tiles(tokens, None if spec.flat else offsets)
+        return codes.zero_(), scales.zero_() if given is None else scales.copy_(given)
+    tiles = -(-tokens // HALF) if spec.flat else sf_tiles(tokens, offsets)
     ctas = max(min(multiprocessors(device) // spec.column_tiles, tiles), 1) * spec.column_tiles
     weights = [aligned_rows(part) for part in w]
     factors = [part.contiguous() for part in w_scale]
@@ -265,7 +274,7 @@ def gemm_quantize(
         offsets,
         given,
         codes,
-        None if spec.static else scales,
+        scales,
         ctas,
     )
     return codes, scales

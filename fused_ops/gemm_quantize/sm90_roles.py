@@ -37,13 +37,9 @@ LARGEST_FOLDED = 2.0**24
 
 
 @cute.jit
-def produce(spec: cutlass.Constexpr, t, s, bars):
-    """Load the CTA's weights once, then 64 rows of x at a time, K by K, for one warpgroup and the other. Called by one warp.
-
-    Tiles that hold no token and no scale are passed over; the others' places, and their factors of x, go through shared memory.
-    """
-    lane = cute.arch.lane_idx()
-    one, sharing, item, x_factors = cute.make_layout(1), cute.make_layout(spec.cluster), s.item, s.x_factors
+def bring_weights(spec: cutlass.Constexpr, t, s, bars):
+    """Start loading the CTA's weights. Called by one warp."""
+    one = cute.make_layout(1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(bars.w_full, spec.weight_bytes)
     for p in cutlass.range_constexpr(spec.parts):
@@ -52,63 +48,74 @@ def produce(spec: cutlass.Constexpr, t, s, bars):
         w_target, w_source = cpasync.tma_partition(w_atom, 0, one, cute.group_modes(s.w, 0, 2), cute.group_modes(w, 0, 2))
         for k in cutlass.range_constexpr(spec.steps):
             cute.copy(w_atom, w_source[None, k], w_target[None, k * spec.parts + p], tma_bar_ptr=bars.w_full)
+
+
+@cute.jit
+def produce(spec: cutlass.Constexpr, t, s, bars):
+    """Load 64 rows of x at a time, K by K, for one warpgroup and the other. Called by one warp.
+
+    Tiles that hold no token and no scale are passed over; the others' places, and their factors of x, go through shared memory.
+    """
+    lane = cute.arch.lane_idx()
+    item, x_factors = s.item, s.x_factors
     stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(1)
-    near = first_sequence(spec.dense or spec.flat, t.offsets, t.first)
-    used = t.tokens
-    if const_expr(spec.flat and not spec.dense):
-        used = Int32(t.offsets[Int32(t.offsets.shape[0]) - 1])
-    for tile in cutlass.range(t.first, t.tiles, t.step, unroll=1):
-        token, end, limit, row, region, near = place(spec.dense or spec.flat, t.offsets, t.tokens, tile, near)
-        if const_expr(spec.flat):
-            end, region = used, Int32(0)
-        if (token < limit) | (region > 0):
-            cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
-            if const_expr(spec.x_tokens > 0):
-                for i in cutlass.range(lane, 4 * spec.x_blocks, 32, unroll=1):
-                    group = i // spec.x_blocks
-                    factor = Float32(0.0)
-                    if token + GROUP * group < end:
-                        factor = scale_of_byte(Int32(t.x_scale[row + group, i % spec.x_blocks]))
-                    x_factors[i, slot] = factor
-                cute.arch.sync_warp()
+    if const_expr(spec.flat):
+        for half in cutlass.range(t.first, t.tiles, t.step, unroll=1):
+            stage, phase = bring(spec, t, s, bars, HALF * half, 1, stage, phase)
+    else:
+        near = first_sequence(spec.dense, t.offsets, t.first)
+        for tile in cutlass.range(t.first, t.tiles, t.step, unroll=1):
+            token, end, limit, row, region, near = place(spec.dense, t.offsets, t.tokens, tile, near)
+            if (token < limit) | (region > 0):
+                cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+                if const_expr(spec.x_tokens > 0):
+                    for i in cutlass.range(lane, 4 * spec.x_blocks, 32, unroll=1):
+                        group = i // spec.x_blocks
+                        factor = Float32(0.0)
+                        if token + GROUP * group < end:
+                            factor = scale_of_byte(Int32(t.x_scale[row + group, i % spec.x_blocks]))
+                        x_factors[i, slot] = factor
+                    cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    for i, value in enumerate((token, end, limit, row, region)):
+                        item[i, slot] = value
+                    cute.arch.mbarrier_arrive(bars.item_full + slot)
+                slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
+                stage, phase = bring(spec, t, s, bars, token, 2, stage, phase)
+        cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
+        with cute.arch.elect_one():
+            item[0, slot] = Int32(-1)
+            cute.arch.mbarrier_arrive(bars.item_full + slot)
+
+
+@cute.jit
+def bring(spec: cutlass.Constexpr, t, s, bars, token: Int32, halves: cutlass.Constexpr, stage: Int32, phase: Int32):
+    """Load ``halves`` half tiles of x from row ``token`` on, stage by stage. Returns the next stage's place."""
+    x_atom, x_tensor = t.x
+    x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, spec.stage_columns), (None, None))
+    sharing = cute.make_layout(spec.cluster)
+    x_target, x_source = cpasync.tma_partition(x_atom, t.rank, sharing, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
+    for half in cutlass.range(halves, unroll=1):
+        for k in cutlass.range(spec.rounds, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase)
+            if const_expr(spec.halves):
+                cute.arch.fence_view_async_shared()  # threads may have read what was there
             with cute.arch.elect_one():
-                for i, value in enumerate((token, end, limit, row, region)):
-                    item[i, slot] = value
-                cute.arch.mbarrier_arrive(bars.item_full + slot)
-            slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
-            x_atom, x_tensor = t.x
-            x = cute.local_tile(cute.domain_offset((token, 0), x_tensor), (HALF, spec.stage_columns), (None, None))
-            x_target, x_source = cpasync.tma_partition(x_atom, t.rank, sharing, cute.group_modes(s.x, 0, 2), cute.group_modes(x, 0, 2))
-            for half in cutlass.range(halves_of(spec, token, limit), unroll=1):
-                for k in cutlass.range(spec.rounds, unroll=1):
-                    cute.arch.mbarrier_wait(bars.empty + stage, phase)
-                    if const_expr(spec.halves):
-                        cute.arch.fence_view_async_shared()  # threads may have read what was there
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
-                    for i in cutlass.range_constexpr(spec.slabs):
-                        source, target = x_source[None, half, spec.slabs * k + i], x_target[None, spec.slabs * stage + i]
-                        if const_expr(spec.cluster > 1):  # half of it, to both
-                            cute.copy(x_atom, source, target, tma_bar_ptr=bars.full + stage, mcast_mask=cutlass.Int16(3))
-                        else:
-                            cute.copy(x_atom, source, target, tma_bar_ptr=bars.full + stage)
-                    stage, phase = turn(stage, phase, spec.stages)
-    cute.arch.mbarrier_wait(bars.item_empty + slot, slot_phase)
-    with cute.arch.elect_one():
-        item[0, slot] = Int32(-1)
-        cute.arch.mbarrier_arrive(bars.item_full + slot)
-
-
-def halves_of(spec, token: Int32, limit: Int32) -> Int32:
-    """Halves of a tile that are brought and computed: the second is left out where nothing of it is written, of the last tile alone
-    (``GemmSpec.flat``)."""
-    return 1 + Int32(token + HALF < limit) if spec.direct else Int32(2)
+                cute.arch.mbarrier_arrive_and_expect_tx(bars.full + stage, spec.stage_bytes)
+            for i in cutlass.range_constexpr(spec.slabs):
+                source, target = x_source[None, half, spec.slabs * k + i], x_target[None, spec.slabs * stage + i]
+                if const_expr(spec.cluster > 1):  # half of it, to both
+                    cute.copy(x_atom, source, target, tma_bar_ptr=bars.full + stage, mcast_mask=cutlass.Int16(3))
+                else:
+                    cute.copy(x_atom, source, target, tma_bar_ptr=bars.full + stage)
+            stage, phase = turn(stage, phase, spec.stages)
+    return stage, phase
 
 
 @cute.jit
 def fill_tables(spec: cutlass.Constexpr, t, s):
     """The CTA's factors of w, those of a static x in them, by all threads: ``w_factors[n, chunk, part]``, n counts 32 columns; and the
-    inverse of given exponents ``inverse[n]``."""
+    inverse of given exponents ``inverse[n]``, which one CTA also writes as the result's."""
     tid, _, _ = cute.arch.thread_idx()
     tile_blocks = spec.column_tile // 32
     w_factors, inverse = s.w_factors, s.inverse
@@ -126,10 +133,14 @@ def fill_tables(spec: cutlass.Constexpr, t, s):
             if const_expr(spec.x_tokens == 0):
                 factor = factor * scale_of_byte(Int32(t.x_scale[0, k // spec.x_width]))
             w_factors[entry] = factor
-    if const_expr(spec.static):  # noqa: SIM102
+    if const_expr(spec.static):
         if tid < tile_blocks:
             column = cutlass.min(t.column * spec.column_tile + 32 * tid, spec.columns - 32)
             inverse[tid] = inverse_of_byte(Int32(t.given[0, column // spec.width]))
+        if t.first + t.column == 0:
+            given, scales = t.given, t.scales
+            for i in cutlass.range(tid, spec.columns // spec.width, t.threads, unroll=1):
+                scales[0, i] = given[0, i]
 
 
 @cute.jit
@@ -274,13 +285,14 @@ def multiply_scaled(spec: cutlass.Constexpr, s, bars, c, total: cute.Tensor, par
         warpgroup.fence()
         for p in cutlass.range_constexpr(together):
             w = c.w[None, None, None, (k // per_stage) * spec.parts + part + together - 1 - p]
-            start(c.mma, partials[u % 2], c.x[None, None, None, stage], w, tuple(range(within * instructions, last)), p == 0)
+            start(c.mma, partials[u % spec.sets], c.x[None, None, None, stage], w, tuple(range(within * instructions, last)), p == 0)
         warpgroup.commit_group()
-        if const_expr(u > 0):
-            warpgroup.wait_group(1)
-            if const_expr(within == 0 and part == 0):
+        done = u - spec.sets + 1  # of one set of partial sums this unit, of two the one before
+        if const_expr(done >= 0):
+            warpgroup.wait_group(spec.sets - 1)
+            if const_expr(u > 0 and within == 0 and part == 0):
                 free_stage(spec, bars, previous, c.peer)
-            promote(spec, s, u - 1, slot, c.group, partials[(u - 1) % 2], total)
+            promote(spec, s, done, slot, c.group, partials[done % spec.sets], total)
     return stage, phase
 
 
@@ -434,25 +446,28 @@ def walk(spec: cutlass.Constexpr, t, s, bars, mma, careful: Int32, halves: cutla
     if const_expr(spec.turns):  # noqa: SIM102 - one is decided at compile time
         if wg == 0:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-    slot, slot_phase, parity, odd = Int32(0), Int32(0), Int32(0), Int32(0)
+    slot, slot_phase, parity = Int32(0), Int32(0), Int32(0)
     stage, phase = wg * (spec.rounds % spec.stages), wg * (spec.rounds // spec.stages % 2)
-    cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
-    token = item[0, slot]
-    while token >= 0:
-        half = wg ^ odd
-        end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * half, item[4, slot] - 2 * half
-        count = halves_of(spec, token, limit)
-        at = Bundle(token=token + HALF * half, end=end, limit=limit, row=row, region=region)
-        if half < count:
+    if const_expr(spec.flat):
+        end = t.tokens
+        if const_expr(not spec.dense):
+            end = Int32(t.offsets[Int32(t.offsets.shape[0]) - 1])
+        for half in cutlass.range(t.first + wg * t.step, t.tiles, 2 * t.step, unroll=1):
+            at = Bundle(token=HALF * half, end=end, limit=t.tokens, row=None, region=None)
             stage, phase = half_tile(spec, t, s, bars, c, at, slot, stage, phase, parity, careful, halves)
             stage, phase = advance(spec, stage, phase, 1 + spec.rounds)
-        else:
-            release(bars.item_empty + slot)
-        odd = odd ^ (count & 1)
-        parity = parity ^ 1
-        slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
+    else:
         cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
         token = item[0, slot]
+        while token >= 0:
+            end, limit, row, region = item[1, slot], item[2, slot], item[3, slot] + 2 * wg, item[4, slot] - 2 * wg
+            at = Bundle(token=token + HALF * wg, end=end, limit=limit, row=row, region=region)
+            stage, phase = half_tile(spec, t, s, bars, c, at, slot, stage, phase, parity, careful, halves)
+            stage, phase = advance(spec, stage, phase, 1 + spec.rounds)
+            parity = parity ^ 1
+            slot, slot_phase = turn(slot, slot_phase, ITEM_SLOTS)
+            cute.arch.mbarrier_wait(bars.item_full + slot, slot_phase)
+            token = item[0, slot]
 
 
 @cute.jit
@@ -468,7 +483,7 @@ def half_tile(spec: cutlass.Constexpr, t, s, bars, c, at, slot, stage, phase, pa
     if const_expr(halves):
         multiply_registers(spec, s, c, rows, total)
     elif const_expr(spec.scaled):
-        partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(2)]
+        partials = [cute.make_rmem_tensor(c.shape, Float32) for _ in range(spec.sets)]
         stage, phase = multiply_scaled(spec, s, bars, c, total, partials, slot, stage, phase)
     else:
         stage, phase = multiply_plain(spec, bars, c, total, stage, phase)
@@ -476,10 +491,11 @@ def half_tile(spec: cutlass.Constexpr, t, s, bars, c, at, slot, stage, phase, pa
     warpgroup.wait_group(0)
     if const_expr(not halves):
         free_stage(spec, bars, stage, c.peer)
-        if const_expr(spec.scaled):
+        if const_expr(spec.scaled and spec.sets == 2):
             last = spec.chunks * spec.scale_parts - 1
             promote(spec, s, last, slot, c.group, partials[last % 2], total)
-    release(bars.item_empty + slot)
+    if const_expr(not spec.flat):
+        release(bars.item_empty + slot)
     if const_expr(halves):
         finish_halves(spec, t, s, at, total)
     elif const_expr(spec.direct):

@@ -185,10 +185,11 @@ def gemm(
     int64: bool = False,
     axes: tuple[int, ...] = (),
     given: int = 6,
+    given_bytes: bool = False,
     seed: int = 0,
 ) -> Case:
-    """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN. ``given``: exponent of a static result. Odd ``seed``:
-    the low part of the weight has scales of its own."""
+    """``lengths`` None: dense, ``tokens`` rows. ``bad``: rows of x that hold a NaN. ``given``: exponent of a static result,
+    ``given_bytes``: as scale bytes. Odd ``seed``: the low part of the weight has scales of its own."""
     poison()
     offsets = None if lengths is None else offsets_of(lengths, torch.int64 if int64 else torch.int32)
     used = tokens if lengths is None else sum(lengths)
@@ -200,6 +201,7 @@ def gemm(
     if block[0] == 0:
         exponent = torch.full((columns // block[1],), given, dtype=torch.int32)
         exponent[:1] -= 9
+        exponent = (exponent + 127).to(torch.uint8) if given_bytes else exponent
 
     def call() -> tuple[Tensor, Tensor, tuple]:
         from fused_ops.gemm_quantize import config, sm90, sm100

@@ -199,8 +199,12 @@ def test_layouts():
                 blocks = (0, 0) if form == "bf16" else (0, contracted)
                 spec = GemmSpec(contracted, columns, form, *blocks, True, blocks[1], 0 if static else 32, 32, False)
                 assert unsupported(spec) == ""
-                assert 0 < columns - (spec.column_tiles - 1) * spec.column_tile <= spec.column_tile <= (192 if spec.wide else 128)
+                widest = 192 if spec.wide or spec.halves else 128
+                assert 0 < columns - (spec.column_tiles - 1) * spec.column_tile <= spec.column_tile <= widest
+                assert spec.ahead or spec.column_tile <= 128 or spec.wide
                 assert spec.weight_bytes + spec.stages * spec.stage_bytes + spec.fixed_bytes <= SHARED_BYTES
                 assert spec.stages * spec.slabs >= (8 if spec.wide else 4) and spec.column_tiles % spec.cluster == 0
                 assert spec.rounds * spec.slabs == spec.steps and spec.column_tile % spec.run == 0 == columns % spec.run
     assert GemmSpec(384, 384, "bf16", 0, 0, True, 0, 0, 128, False).column_tile == 192  # x is read twice, not three times
+    for columns, tile in ((384, 192), (512, 128)):
+        assert GemmSpec(columns, columns, "e4m3x2", 0, columns, True, columns, 0, 128, False, one_scale=True).column_tile == tile

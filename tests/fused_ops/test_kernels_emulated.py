@@ -60,11 +60,27 @@ PRODUCTS = {
     "bounded rows, exact sums in FP16": dict(
         lengths=[40], contracted=64, columns=64, form="e4m3 bounded", x_block=[0, 64], w_block=[32, 64], block=[0, 64], exact=True
     ),
+    "192 columns a CTA, sums in FP16": dict(
+        lengths=[0, 130, 31],
+        contracted=160,
+        columns=192,
+        form="e4m3x2 bounded",
+        x_block=[0, 160],
+        w_block=[32, 160],
+        block=[0, 64],
+        given_bytes=True,
+        capacity=3,
+    ),
+    "192 columns a CTA, rows past FP16": dict(
+        lengths=[70], contracted=256, columns=192, x_block=[0, 128], w_block=[32, 256], block=[0, 64]
+    ),
     "rows past FP16": dict(lengths=[40], contracted=64, columns=64, form="e4m3", x_block=[0, 64], w_block=[32, 64], block=[0, 32]),
     "static, square blocks of the weight": dict(lengths=[40, 70], contracted=128, columns=64, x_block=[0, 128], block=[0, 64], capacity=3),
     "exact sums, square": dict(lengths=[0, 1, 33, 0, 200, 0], contracted=96, columns=96, exact=True, capacity=9, bad=[1, 40], axes=[0, 1]),
     "blocks of a tile, BF16": dict(lengths=[0, 130, 31], contracted=96, columns=64, form="bf16", block=[128, 64], capacity=3, int64=True),
-    "a pair of CTAs, BF16, static": dict(lengths=[0, 70, 131], contracted=96, columns=224, form="bf16", block=[0, 32], capacity=7),
+    "a pair of CTAs, BF16, static": dict(
+        lengths=[0, 70, 131], contracted=96, columns=224, form="bf16", block=[0, 32], capacity=7, given_bytes=True
+    ),
     "BF16, static, exponents in the weight": dict(
         lengths=[40, 70], contracted=256, columns=64, form="bf16", block=[0, 32], bad=[3], capacity=30, given=0
     ),
