@@ -46,16 +46,16 @@ def copy_pays(q: Tensor, k: Tensor, samples: int) -> bool:
     return q.shape[0] * q.shape[1] > COPY_QUERIES * samples * k.shape[1]
 
 
-BESIDE_KEYS, BESIDE_QUERIES, BESIDE_ROWS = 4096, 512, 2**20
-"""Keys and queries of a sequence, and keys times heads, from which on the pass goes beside the forward: of what was measured, all that was
-faster (``README.md``)."""
+BESIDE_KEYS, BESIDE_TILES = 512, 3000
+"""Keys of a sequence, and tiles of all operands and heads, from which on the pass goes beside the forward: what was measured from there on
+was faster (``README.md``)."""
 
 
 def beside_pays(q: Tensor, k: Tensor, v: Tensor, samples: int, rows: int) -> bool:
     """Whether equal sequences are quantized beside the forward: by shapes, strides and dtypes alone. ``rows``: of a block."""
     keys, queries = k.shape[0] // samples, q.shape[0] // samples
     whole = rows == TILE and q.shape[1] == k.shape[1] and keys % TILE == 0 and queries % TILE == 0
-    large = keys >= BESIDE_KEYS and queries >= BESIDE_QUERIES and k.shape[0] * k.shape[1] >= BESIDE_ROWS
+    large = keys >= BESIDE_KEYS and (2 * k.shape[0] + q.shape[0]) // TILE * k.shape[1] >= BESIDE_TILES
     return whole and large and all(x.element_size() == 2 and min(x.stride()[:2]) > 0 for x in (q, k, v))
 
 

@@ -7,7 +7,8 @@ quantized, and its codes leave by TMA. A unit counts its tiles. Once they are al
 raises its flag, for which the forward's producer waits (``wait_for``). Nothing here waits for the forward, and no task for a later one.
 
 Sequences are of one length, a multiple of 128 (queries and keys each their own), elements of 16 bits, and every query head has its own
-key/value head. The list: for each unit K's tiles, V's, q's. With the last goes the sum of the unit ``LAG`` before it.
+key/value head. The list: for each unit K's tiles, V's, q's. With the last goes the sum of a unit some way before it, whose tiles are done
+by then (``TASKS``). At first all multiprocessors quantize, until there is work for the forward.
 
 Codes, scales and sums are those of ``quantize``.
 """
@@ -30,14 +31,15 @@ from lp_fa4.sm90.tile_transpose import THREADS
 
 GROUPS = 4
 """Of a CTA: it has all of a multiprocessor's threads."""
-SHARE = 1.75
-"""Query tiles that the forward attends to in the time in which their unit is quantized, on as many multiprocessors: a tile of K and one of
-V take 1.6 us, a tile of queries times one of keys 1.16. A little more: a pass that is late costs more than one that is early."""
+ATTENDED, MARGIN = 1.45, 1.15
+"""Time of the forward for a tile of queries times one of keys over that of a tile that is quantized (1.16 us to 0.8, a multiprocessor);
+what is added to the share of the latter: a pass that is late costs more than one that is early."""
 TELLS = 4
 """The warp of a group that stores codes and tells; the first asks for tiles."""
-LAG = 4
-"""Units between a unit's last tile and the task that adds up its sums: by then its tiles, which other groups began before, are long
-done."""
+TOLD = 4
+"""Tiles that one fence tells of: a fence takes a warp, and so its group, 1,000 clocks."""
+TASKS = TOLD + 1
+"""Tasks a group after which a tile that it drew is there and told."""
 
 
 def look_at(address):
@@ -66,11 +68,13 @@ class QuantizeBeside(Quantize):
     sequence, counts of ``Beside``, the factor on dot products, and how many CTAs."""
 
     @cute.jit
-    def __call__(self, operands, v_sum, counts, factor: Float32, ctas: Int32, stream):
+    def __call__(self, operands, v_sum, counts, factor: Float32, ctas: Int32, stay: Int32, stream):
         d = self.specs[0].head_dim
         heads, batch = Int32(operands[0][0].shape[1]), Int32(operands[0][1].shape[0] - 1)
         k_tiles, q_tiles = (Int32(operands[i][0].shape[0]) // batch // TILE for i in (0, 2))
         each = 2 * k_tiles + q_tiles
+        lag = 1 + TASKS * GROUPS * stay // each
+        first = (lag + (ctas - stay) // q_tiles) * each // (GROUPS * ctas) + 1
         tile = cute.make_layout((TILE, d), stride=(d, 1))
         copies = []
         for i in cutlass.range_constexpr(3):
@@ -83,7 +87,7 @@ class QuantizeBeside(Quantize):
             )
         self.kernel(
             tuple(copies), operands, v_sum, counts, factor, heads, batch * heads, k_tiles, q_tiles, each,
-            Float32(1.0) / Float32(heads), Float32(1.0) / Float32(each),
+            stay, lag, first, Float32(1.0) / Float32(heads), Float32(1.0) / Float32(each),
         ).launch(grid=[ctas, 1, 1], block=[GROUPS * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     def thread(self):
@@ -102,7 +106,7 @@ class QuantizeBeside(Quantize):
     @cute.kernel
     def kernel(
         self, copies, operands, v_sum, counts, factor: Float32, heads: Int32, units: Int32, k_tiles: Int32, q_tiles: Int32, each: Int32,
-        one_head: Float32, one_each: Float32,
+        stay: Int32, lag: Int32, first: Int32, one_head: Float32, one_each: Float32,
     ):  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -148,36 +152,47 @@ class QuantizeBeside(Quantize):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(shared.full, 1)
             cute.arch.mbarrier_init_fence()
-            self.fetch(group * ctas + cta, shared)
-            ahead = self.draw(shared)
+            cute.arch.sync_warp()  # another lane may be the first to use it
+            self.fetch(self.record(group * ctas + cta, shared), shared)
+            if cta < stay or first > 1:  # noqa: SIM108 - one of the two alone has effects
+                ahead = self.draw(shared)
+            else:
+                ahead = units * each
         self.meet()
         unit, step, b, head = self.next(shared)
-        phase, told, older = Int32(0), Int32(-1), Int32(-1)
+        count, told, left = Int32(0), (Int32(-1),) * TOLD, first - 2 if cta >= stay else Int32(2**30)
         while unit < units:
-            now = (phase, told, older, ahead)
+            now = (count, told, ahead)
             if step < k_tiles:
                 self.task(1, operands, k_tiles, b, head, step, factor, now, shared)
             elif step < 2 * k_tiles:
                 self.task(0, operands, k_tiles, b, head, step - k_tiles, factor, now, shared)
             else:
                 self.task(2, operands, q_tiles, b, head, step - 2 * k_tiles, factor, now, shared)
-            if phase == 1:
-                told = Int32(-1)
-            older, told, phase = told, unit, phase ^ 1
-            if step == each - 1 and unit >= LAG:
+            if count % TOLD == TOLD - 1:
+                told = (Int32(-1),) * TOLD
+            told, count = (unit, *told[:-1]), count + 1
+            if step == each - 1 and unit >= lag:
                 if warp == TELLS:
-                    self.finish(told, older, shared)
-                told, older = Int32(-1), Int32(-1)
-                self.add_up(operands[0], v_sum, counts, unit - LAG, units, k_tiles, each, shared)
+                    self.finish(told, shared)
+                told = (Int32(-1),) * TOLD
+                self.add_up(operands[0], v_sum, counts, unit - lag, units, k_tiles, each, shared)
             unit, step, b, head = self.next(shared)
+            left = left - 1
             if warp == 0:
-                ahead = self.draw(shared)
+                if left >= 0:  # noqa: SIM108 - one of the two alone has effects
+                    ahead = self.draw(shared)
+                else:
+                    ahead = units * each  # enough for a multiprocessor that the forward waits for
         self.meet()
         if warp == TELLS:
-            self.finish(told, older, shared)
-        left = units - LAG + group * ctas + cta
-        if left < units and left >= 0:
-            self.add_up(operands[0], v_sum, counts, left, units, k_tiles, each, shared)
+            self.finish(told, shared)
+        last = units - lag + group * stay + cta
+        if cta < stay:
+            while last < units:
+                if last >= 0:
+                    self.add_up(operands[0], v_sum, counts, last, units, k_tiles, each, shared)
+                last = last + GROUPS * stay
 
     def draw(self, shared):
         """How many tasks were drawn before, in the first lane of a warp; waited for where it is used."""
@@ -185,13 +200,13 @@ class QuantizeBeside(Quantize):
         return Int32(inline_ptx(T.i32(), [shared.counter, cute.arch.lane_idx()], text, "=&r,l,r,~{memory}", side_effects=True))
 
     @cute.jit
-    def finish(self, told: Int32, older: Int32, shared):
+    def finish(self, told, shared):
         """A warp that stores codes tells units of a task each (none: -1): they are there."""
         cute.arch.cp_async_bulk_wait_group(0)
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             inline_ptx(None, [], "fence.acq_rel.gpu;", "~{memory}", side_effects=True)
-            for unit in (told, older):
+            for unit in told:
                 if unit >= 0:
                     address = (shared.counts.iterator + unit).toint()
                     effect([address, Int32(1)], "red.relaxed.gpu.global.add.s32 [$0], $1;", "l,r,~{memory}")
@@ -208,11 +223,16 @@ class QuantizeBeside(Quantize):
         return quotient, rest
 
     @cute.jit
-    def fetch(self, task: Int32, shared):
-        """What a task is for the group to read, its tile on its way to the group's buffer, its vector to the nearest cache; called by a
-        warp."""
+    def record(self, task: Int32, shared):
+        """Of a task: unit (past the last: none), step, sequence, head."""
         unit, step = self.split(task, shared.each, shared.one_each)
         b, head = self.split(unit, shared.heads, shared.one_head)
+        return unit, step, b, head
+
+    @cute.jit
+    def fetch(self, record, shared):
+        """A task for the group to read, its tile on its way to the group's buffer, its vector to the nearest cache; called by a warp."""
+        unit, step, b, head = record
         if cute.arch.lane_idx() == 0:
             effect([shared.drawn, unit, step, b, head], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
         if unit < shared.number:
@@ -257,8 +277,8 @@ class QuantizeBeside(Quantize):
 
     @cute.jit
     def task(self, which: cutlass.Constexpr, operands, tiles: Int32, b: Int32, head: Int32, tile: Int32, factor: Float32, now, shared):
-        """A tile of one operand. On the way the group's next tile is asked for, and every second time the last two are told. ``now``: phase
-        of the buffer's barrier, units of the last two tiles, and what was drawn."""
+        """A tile of one operand. On the way the group's next tile is asked for, and every fourth time the last four are told. ``now``:
+        tasks of the group before, units of those not told yet (-1: none), and what was drawn."""
         spec = self.specs[which]
         _, _, means, codes, scales, _, sums, vectors, dots = operands[which]
         tid, d = self.thread(), spec.head_dim
@@ -270,20 +290,23 @@ class QuantizeBeside(Quantize):
         if const_expr(spec.centred):
             eight(means, (b, head, at.column), mean)
         raw = cute.make_rmem_tensor((spec.words, spec.passes), Uint32)
-        cute.arch.mbarrier_wait(shared.full, now[0])
+        cute.arch.mbarrier_wait(shared.full, now[0] % 2)
         source = shared.source + at.row0 * (2 * d) + 2 * at.column
         for p in cutlass.range_constexpr(spec.passes):
             words = cute.make_ptr(Uint32, source + p * spec.step * (2 * d), cute.AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(words, cute.make_layout(4)), raw[None, p])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
-        if warp == TELLS:
+        count, told, ahead = now
+        following = (Int32(0),) * 4
+        if warp == 0:
+            following = self.record(shared.workers + cute.arch.shuffle_sync(ahead, 0), shared)
+        elif warp == TELLS:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the codes' buffer is free
         self.measure(spec, raw, mean, at, shared)
-        phase, told, older, ahead = now
         if warp == 0:
-            self.fetch(shared.workers + cute.arch.shuffle_sync(ahead, 0), shared)
-        elif warp == TELLS and phase == 1:
-            self.finish(told, older, shared)
+            self.fetch(following, shared)
+        elif warp == TELLS and count % TOLD == TOLD - 1:
+            self.finish(told, shared)
         bytes_, inverses = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
         self.find_scales(spec, at, bytes_, inverses, shared)
         if const_expr(spec.bounded):
@@ -343,7 +366,7 @@ class QuantizeBeside(Quantize):
         total = cute.make_rmem_tensor(4, Float32)
         total.fill(0.0)
         if run < RUNS:
-            for i in cutlass.range(cutlass.min(each * run, tiles), cutlass.min(each * (run + 1), tiles), unroll=4):
+            for i in cutlass.range(cutlass.min(each * run, tiles), cutlass.min(each * (run + 1), tiles), unroll=8):
                 piece = cute.make_rmem_tensor(4, Float32)
                 cute.autovec_copy(cute.local_tile(parts[row + i, head, None], (4,), (quad,)), piece)
                 for j in cutlass.range_constexpr(4):
@@ -361,9 +384,16 @@ class QuantizeBeside(Quantize):
             tell((counts.iterator + units + unit).toint())
 
 
-def ctas_of(device: torch.device, query_tiles: int) -> int:
+def ctas_of(device: torch.device, key_tiles: int, query_tiles: int) -> int:
     """Multiprocessors that quantize while the others attend: about as many as keep those busy."""
-    return max(int(multiprocessors(device) * SHARE / (SHARE + query_tiles)), 1)
+    each = 2 * key_tiles + query_tiles
+    share = MARGIN * each / (each + ATTENDED * key_tiles * query_tiles)
+    return max(int(multiprocessors(device) * min(share, 1.0)), 1)
+
+
+def everyone_of(device: torch.device) -> int:
+    """Multiprocessors that quantize at first."""
+    return multiprocessors(device)
 
 
 @kernel_cache
@@ -387,7 +417,7 @@ def _compile_beside(arch: str, *specs: QuantizeSpec):
             )
         )
     v_sum, counts = fake("float32", (batch, heads, d), compact=True), fake("int32", (symbol(),), align=4)
-    return build(arch, QuantizeBeside(specs), tuple(operands), v_sum, counts, Float32(1.0), Int32(1))
+    return build(arch, QuantizeBeside(specs), tuple(operands), v_sum, counts, Float32(1.0), Int32(1), Int32(1))
 
 
 class Beside:
@@ -400,7 +430,7 @@ class Beside:
         self.works, self.factor = works, factor
         v, offsets = works[0].x, works[0].offsets
         batch = offsets.shape[0] - 1
-        self.ctas, units = ctas_of(v.device, works[2].x.shape[0] // batch // TILE), batch * v.shape[1]
+        self.ctas, units = ctas_of(v.device, *(works[i].x.shape[0] // batch // TILE for i in (0, 2))), batch * v.shape[1]
         self.v_sum = torch.empty(batch, *v.shape[1:], dtype=torch.float32, device=v.device)
         self.counts = torch.zeros(2 * units + 1, dtype=torch.int32, device=v.device)
         self.flags = self.counts[units:]
@@ -409,4 +439,6 @@ class Beside:
         """Launch it."""
         device = self.v_sum.device
         compiled = _compile_beside(arch_of(device), *(w.spec for w in self.works))
-        launch(compiled, device, tuple(w.arguments for w in self.works), self.v_sum, self.counts, self.factor, self.ctas)
+        launch(
+            compiled, device, tuple(w.arguments for w in self.works), self.v_sum, self.counts, self.factor, everyone_of(device), self.ctas
+        )

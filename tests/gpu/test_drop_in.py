@@ -163,10 +163,11 @@ def test_quantizing_beside_changes_no_bit(dim, dtype, monkeypatch):
         theirs = call()
         with torch.no_grad():
             plain = flash_attn_func(*leaves, backend="sm90")
-    for ctas in (1, 7, 40, 132):
+    for ctas, more in ((1, 1), (7, 100), (40, 132), (132, 132)):
         with monkeypatch.context() as patched:
             patched.setattr(preparation, "beside_pays", lambda *_: True)
             patched.setattr(quantize_beside, "ctas_of", lambda *_, ctas=ctas: ctas)
+            patched.setattr(quantize_beside, "everyone_of", lambda _, more=more: more)
             poison()
             same(call(), theirs)
     monkeypatch.setattr(preparation, "beside_pays", lambda *_: True)

@@ -22,19 +22,22 @@ def call(batch: int, queries: int, keys: int, heads: int, dim: int, dtype: torch
     return torch.ops.lp_fa4.flash_attention_forward(*flat, *offsets, queries, dim**-0.5, False, False, DROP_IN.key, "sm90", True)
 
 
-def differences(arch: str, *, ctas: int, schedule: str, check: bool, dtype: str = "bfloat16", **shape: int) -> dict[str, list[int]]:
-    """Numbers of the outputs that differ by a bit. ``ctas``: that quantize."""
+def differences(
+    arch: str, *, ctas: int, more: int, schedule: str, check: bool, dtype: str = "bfloat16", **shape: int
+) -> dict[str, list[int]]:
+    """Numbers of the outputs that differ by a bit. ``ctas``: that quantize; ``more``: for a while."""
     from tests.emulator.api import Schedule
     from tests.emulator.ours import chosen, emulated
 
     preparation, beside = (importlib.import_module(f"lp_fa4.sm90.{name}") for name in ("preparation", "quantize_beside"))
-    pays, share, made = preparation.beside_pays, beside.ctas_of, []
+    kept, made = (preparation.beside_pays, beside.ctas_of, beside.everyone_of), []
     try:
         with chosen(arch), emulated(Schedule(schedule, 0), arch, check=check):
             for answer in (False, True):
-                preparation.beside_pays, beside.ctas_of = (lambda *_, answer=answer: answer), lambda *_: ctas
+                preparation.beside_pays = lambda *_, answer=answer: answer
+                beside.ctas_of, beside.everyone_of = lambda *_: ctas, lambda *_: ctas + more
                 made.append(call(dtype=getattr(torch, dtype), **shape))
     finally:
-        preparation.beside_pays, beside.ctas_of = pays, share
+        preparation.beside_pays, beside.ctas_of, beside.everyone_of = kept
     pairs = enumerate(zip(*made, strict=True))
     return {"differ": [i for i, (a, b) in pairs if a.numel() and not torch.equal(a.view(torch.uint8), b.view(torch.uint8))]}
