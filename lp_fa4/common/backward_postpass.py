@@ -33,10 +33,11 @@ class QueryTile(NamedTuple):
 
 class Postpass:
     """One CTA per part of a query tile and head, then one per sequence and key/value head. A subclass has ``tile`` (queries of a tile),
-    ``chunk`` (queries of a row of column sums of dO, a multiple of it), and :meth:`rows`."""
+    ``chunk`` (queries of a row of column sums of dO, a multiple of it), and :meth:`rows`; ``shares``: those sums are over the keys."""
 
     tile: int
     chunk: int
+    shares = False
 
     def __init__(self, head_dim: int, group: int, jagged: bool, shared: bool, centred: bool, half: bool):
         self.head_dim, self.group, self.jagged, self.shared, self.centred, self.half = head_dim, group, jagged, shared, centred, half
@@ -130,7 +131,8 @@ class Postpass:
             if keys > 0:
                 for i in cutlass.range(chunks * self.group, unroll=1):
                     total = total + sums[first + i // self.group, hk * self.group + i % self.group, tid]
-                total = total / Float32(keys)
+                if const_expr(not self.shares):
+                    total = total / Float32(keys)
             dv_mean[b, hk, tid] = total
 
 

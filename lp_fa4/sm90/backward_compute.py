@@ -274,8 +274,8 @@ def store_codes(w, codes, buffer, x):
             "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
             "r,r,r,r,r",
         )
-    if const_expr(w.ds_line is not None):  # noqa: SIM114 - known to the compiler, the other is not; all lanes store the same
-        effect([w.scales + 32 * buffer + 4 * w.warp, x], "st.shared.f32 [$0], $1;", "r,f")
+    if const_expr(w.ds_line is not None):  # all lanes store the same
+        effect([w.scale_line + 32 * buffer, x], "st.shared.f32 [$0], $1;", "r,f")
     elif w.lane == 0:
         effect([w.scales + 32 * buffer + 4 * w.warp, x], "st.shared.f32 [$0], $1;", "r,f")
 
@@ -343,11 +343,17 @@ def hand_over(spec, w, stage, buffer):
         release(spec, w.bars.a_empty + stage, w.peer)  # after a proxy fence: the next copy overwrites statistics that were read here
 
 
+def free_phase(spec, phase):
+    """Phase of ``ds_empty`` that a warp waits for in this phase of its ring: with one more arrival from the start the same, which saves the
+    other's three instructions, and costs a register in the steps of all forms but this."""
+    return phase if spec.one_segment else phase ^ 1
+
+
 @cute.jit
 def pass_tile(spec, w, now):
     """One query tile of a warpgroup without keys: codes of 0, under a scale that no other is above."""
     stage, phase, out, out_phase = now
-    cute.arch.mbarrier_wait(w.bars.ds_empty + out, out_phase ^ 1)
+    cute.arch.mbarrier_wait(w.bars.ds_empty + out, free_phase(spec, out_phase))
     codes = cute.make_rmem_tensor(8, Int32)
     codes.fill(0)
     store_codes(w, codes, out, Float32(NO_SCALE))
@@ -360,11 +366,11 @@ def pass_tile(spec, w, now):
 
 
 @cute.jit
-def start_last(spec, w, dK, last):
-    """Issue dK of a segment's last query tile; dV is done. ``last``: as in :func:`step`."""
+def start_last(spec, w, dK, last, summed=None):
+    """Issue dK of a segment's last query tile; dV is done. ``last``: as in :func:`step`; ``summed``: as in ``wgmma.product``."""
     stage, _, out, out_phase = last
     cute.arch.mbarrier_wait(w.bars.t_full + out, out_phase)
-    product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + out * w.tile, QUERY_TILE, zero=w.zero)
+    product(w.mma_g, dK, w.dS_operand, w.qt, False, w.low + w.places["qt"] + out * w.tile, QUERY_TILE, zero=w.zero, summed=summed)
     hand_over(spec, w, stage, out)
 
 
@@ -430,7 +436,7 @@ def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, keys, diagonal, now, last)
         to_codes(dP, w.dS, (e[0], e[1]))
     else:
         to_codes(dP, w.dS)
-    cute.arch.mbarrier_wait(bars.ds_empty + out, out_phase ^ 1)
+    cute.arch.mbarrier_wait(bars.ds_empty + out, free_phase(spec, out_phase))
     if const_expr(kind == FIRST or spec.fold):
         publish(spec, w, dP, w.dS, out, x * common if const_expr(spec.tiles) else x)
     else:

@@ -47,6 +47,8 @@ def dq_warps(spec, w, dq, stats, powers, kv_heads, replicas, tile_rows):
     heads = kv_heads * spec.group
     dq_bytes = spec.dq_tile_bytes
     kv, kv_phase, buffer, ds_phase, more = Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
+    for i in cutlass.range_constexpr(2 if spec.one_segment else 0):  # free from the start (``backward_compute.free_phase``)
+        arrive(bars.ds_empty + i)
     while more > 0:
         cute.arch.mbarrier_wait(bars.k_full + kv, kv_phase)
         item = Item(w.record + RECORD_BYTES * kv)
@@ -164,12 +166,13 @@ def agree(w, buffer):
         differ = differ | (bits_of(lows[i // 4]) ^ bits_of(xs[i]))
     if differ != 0:
         row, group = w.thread % QUERY_TILE, w.thread // QUERY_TILE  # a thread takes one query, the keys of one warpgroup
-        own = shared_floats(w.scales + 32 * buffer + 16 * group, 4, 16)
+        scales = w.scales + 32 * buffer + 16 * group
+        own = shared_floats(scales, 4, 16)
         low = cute.arch.fmin(cute.arch.fmin(own[0], own[1]), cute.arch.fmin(own[2], own[3]))
         line = w.ds_address + buffer * (QUERY_TILE * KEY_TILE) + row * KEY_TILE
-        for c in cutlass.range_constexpr(4):
+        for c in cutlass.range(4, unroll=1):  # rare: little code in the loop over the tiles counts, which jumps over it
             at = line + (((4 * group + c) ^ (row % 8)) << 4)
-            down = half2(low * reciprocal_power(own[c]))
+            down = half2(low * reciprocal_power(shared_floats(scales + 4 * c, 1, 4)[0]))
             words = shared_words(at, 4)
             out = [rescale_codes(words[i], down) for i in range(4)]
             effect([at, *out], "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")

@@ -30,6 +30,7 @@ from lp_fa4.sm90.backward_compute import (
     FIRST,
     diagonal_mask,
     follow_scales,
+    free_phase,
     full_codes,
     hand_over,
     note_scale,
@@ -126,13 +127,12 @@ def load_keys(spec, w):
 
 
 @cute.jit
-def probabilities(spec, w, S, p, P, stat, scale, diagonal):
+def probabilities(spec, w, S, p, P, statistics, scale, diagonal):
     """From S (scores) p, and P, their codes, under ``scale``, packed. Word ``r + 2 j`` holds queries ``8 j + 2 (lane % 4)`` and the next of
-    row r."""
-    columns = stat + 4 * STAT_AC2 + w.column
+    row r. ``statistics``: of 16 queries each, a twice, c twice."""
     seen = Int32(0) if const_expr(not spec.causal) else (Int32(-1) if diagonal + 15 <= 0 else Int32(0))  # all of this warp's keys are
     for q in cutlass.range_constexpr(4):
-        a = shared_words(columns + 64 * q, 4)  # of 16 queries: a twice, c twice
+        a = statistics[q]
         for r in cutlass.range_constexpr(2):
             t = []
             for i in cutlass.range_constexpr(2):
@@ -159,21 +159,25 @@ def rows_left(w):
 
 
 @cute.jit
-def clear_rows(w, codes, left):
-    """Codes of rows past the sequence's end become 0. ``left``: rows up to there."""
+def clear_rows(w, words, left):
+    """Words of rows past the sequence's end, codes or packed numbers, become 0. ``left``: rows up to there."""
     if left < 16:
         keep = rows_left(w)
-        for i in cutlass.range_constexpr(8):
-            codes[i] = codes[i] & keep[i % 2]
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = words[i] & keep[i % 2]
+
+
+def means(w, stat):
+    """b of a tile, of 32 queries each."""
+    return [shared_words(stat + 4 * STAT_B2 + w.column + 64 * half, 4) for half in range(2)]
 
 
 @cute.jit
-def score_gradients(w, p, dP, stat, f, g):
-    """dS under the packed factors f and g (see above); p and dP stay."""
-    columns = stat + 4 * STAT_B2 + w.column
+def score_gradients(w, p, dP, b_of, f, g):
+    """dS under the packed factors f and g (see above); p and dP stay. ``b_of``: of :func:`means`."""
     dS = [None] * 16
     for half in cutlass.range_constexpr(2):
-        b = shared_words(columns + 64 * half, 4)
+        b = b_of[half]
         for i in cutlass.range_constexpr(4):
             shift = mul2(b[i], g)
             for r in cutlass.range_constexpr(2):
@@ -189,20 +193,28 @@ def to_codes(dS, codes):
         codes[word] = e4m3_of(dS[at], dS[at + 2])
 
 
-def largest(w, dS):
-    """Largest magnitude of this thread's values, FP32, over two chains."""
-    keep = rows_left(w)
-    dS = [dS[i] & keep[i % 2] for i in range(16)]
-    tops = [largest2(dS[i], dS[i + 2]) for i in range(2)]
-    for i in range(4, 16):
-        tops[i % 2] = largest2(tops[i % 2], dS[i])
+def top_of(words):
+    """Largest magnitude of packed FP16, FP32, over two chains; NaN wins."""
+    tops = [largest2(words[i], words[i + 2]) for i in range(2)]
+    for i in range(4, len(words)):
+        tops[i % 2] = largest2(tops[i % 2], words[i])
     return wider(largest2(tops[0], tops[1]))
 
 
 @cute.jit
-def first_exponent(spec, w, dS, stat, stage, phase):
+def largest(w, dS, left):
+    """Largest magnitude of this thread's values, FP32. ``left``: rows up to the sequence's end."""
+    words = cute.make_rmem_tensor(16, Int32)
+    for i in cutlass.range_constexpr(16):
+        words[i] = dS[i]
+    clear_rows(w, words, left)
+    return top_of([words[i] for i in range(16)])
+
+
+@cute.jit
+def first_exponent(spec, w, dS, stat, stage, phase, left):
     """Scale of dS for a fresh sum, from its absolute maximum over the warpgroup's keys and the tile's queries under ``PROBE``."""
-    top = warpgroup_maximum(spec, w, largest(w, dS), stage, phase)
+    top = warpgroup_maximum(spec, w, largest(w, dS, left), stage, phase)
     factor = cute.arch.fmin(power_for(bits_of(top), CODE_TARGET) * PROBE, Float32(TOP_SCALE))
     if top == 0.0:  # nothing seen yet
         factor = Float32(TOP_SCALE)
@@ -217,70 +229,120 @@ def inverse_unit(power):
 @cute.jit
 def lower(w, p, dP, dK, codes, stat, x, fv, unit):
     """Bring this warp's scale of dS, its codes and its sums of dK down to the range of codes. ``x``: the scale; ``fv``, ``unit``: 2^e_v
-    of these keys and the largest. Returns the new scale. Rare."""
-    bits = redux_max(largest(w, score_gradients(w, p, dP, stat, pair(x * fv), pair(x * unit))))
-    down = Float32(1.0)
-    if bits == 0x7F800000:
-        down = Float32(FAR)
-        bits = redux_max(largest(w, score_gradients(w, p, dP, stat, pair(x * fv * FAR), pair(x * unit * FAR))))
-    down = down * power_for(bits, CODE_TARGET)
-    to_codes(score_gradients(w, p, dP, stat, pair(x * fv * down), pair(x * unit * down)), codes)
-    clear_rows(w, codes, shared_words(w.factors + 24, 1)[0])
+    of these keys and the largest. Returns the new scale. Rare, so one piece of code looks at dS and makes the codes at last: it lies in
+    the loop over the tiles, whose turns jump over it."""
+    left, b_of = shared_words(w.factors + 24, 1)[0], means(w, stat)
+    down, known, more = Float32(1.0), Int32(0), Int32(1)
+    while more > 0:
+        dS = score_gradients(w, p, dP, b_of, pair(x * fv * down), pair(x * unit * down))
+        to_codes(dS, codes)
+        more = known ^ 1
+        if known == 0:
+            bits = redux_max(largest(w, dS, left))
+            far = (bits == 0x7F800000) & (down == 1.0)  # it left FP16
+            known = Int32(0) if far else Int32(1)
+            down = Float32(FAR) if far else down * power_for(bits, CODE_TARGET)
+    clear_rows(w, codes, left)
     scale_sums(dK, down)
     return x * down
 
 
 @cute.jit
-def step(spec, kind: cutlass.Constexpr, w, dV, dK, x, factor, keys, diagonal, now, last):
-    """As ``backward_compute.step``, with dP issued before the exponentials and dV awaited at the end. ``factor``: of dP, packed, as the
-    step before left it; ``keys``: as there, then the rows up to the sequence's end and the packed factor of scores (None: each tile has
-    its own). Returns x and ``factor``."""
+def start_scores(spec, w, S, dP, stage, phase, there=None):
+    """Issue S and dP of a query tile, once its operands are there. ``there``: not 0 if they are known to be."""
+    ring = w.low + stage * w.tile
+    if const_expr(there is None):  # noqa: SIM114 - known to the compiler, the other is not
+        cute.arch.mbarrier_wait(w.bars.a_full + stage, phase)
+    elif there == 0:
+        cute.arch.mbarrier_wait(w.bars.a_full + stage, phase)
+    product(w.mma_s, S, w.k, w.q, True, ring, spec.head_dim, zero=w.zero)
+    product(w.mma_s, dP, w.v, w.do, True, ring + w.places["do"], spec.head_dim, zero=w.zero, fence=False)
+
+
+@cute.jit
+def step(
+    spec, kind: cutlass.Constexpr, w, dV, dK, x, factors, keys, diagonal, now, last, scores=None, summed=None, following=None, there=None
+):
+    """As ``backward_compute.step``, with dP issued before the exponentials and dV awaited at the end. ``factors``: packed, of dP and of b,
+    as the step before left them; ``keys``: as there, then the rows up to the sequence's end and the packed factor of scores (None: each
+    tile has its own). ``scores``: S and dP, issued already (None: issued here); ``summed``: whether dK holds a sum; ``there``: whether Q
+    and dO were there when the step before looked; ``following``: stage and phase of the next tile's, or None. Returns x, ``factors`` and,
+    with ``following``, whether those are there.
+
+    What would cost a latency is asked for before something else is awaited: statistics behind the hand-over (any earlier they queue up
+    behind the operands of products), barriers before products and before the last wait.
+    """
     fk, fv, _, _, left, scale = keys
     bars = w.bars
     stage, phase, out, out_phase = now
     last_stage, _, last_out, last_phase = last
     stat = w.stat + stage * (4 * spec.stat_span[1])
-    S, dP = cute.make_rmem_tensor(w.score_shape, Float16), cute.make_rmem_tensor(w.score_shape, Float16)
     ring = w.low + stage * w.tile
-    cute.arch.mbarrier_wait(bars.a_full + stage, phase)
-    product(w.mma_s, S, w.k, w.q, True, ring, spec.head_dim, zero=w.zero)
-    product(w.mma_s, dP, w.v, w.do, True, ring + w.places["do"], spec.head_dim, zero=w.zero, fence=False)
-    if const_expr(kind == FIRST):
-        warpgroup.wait_group(1)
+    turned_there = None
+    if const_expr(kind != FIRST and there is not None):
+        turned_there = cute.arch.mbarrier_test_wait(bars.t_full + last_out, last_phase)
+    if const_expr(scores is None):
+        S, dP = cute.make_rmem_tensor(w.score_shape, Float16), cute.make_rmem_tensor(w.score_shape, Float16)
+        start_scores(spec, w, S, dP, stage, phase, there)
     else:
-        cute.arch.mbarrier_wait(bars.t_full + last_out, last_phase)
+        S, dP = scores
+    if const_expr(kind != FIRST):
+        if const_expr(turned_there is None):  # noqa: SIM114 - as above
+            cute.arch.mbarrier_wait(bars.t_full + last_out, last_phase)
+        elif not turned_there:
+            cute.arch.mbarrier_wait(bars.t_full + last_out, last_phase)
         turned = w.low + w.places["qt"] + last_out * w.tile
-        product(w.mma_g, dK, w.dS_operand, w.qt, False, turned, QUERY_TILE, zero=w.zero, fence=False)
+        product(w.mma_g, dK, w.dS_operand, w.qt, False, turned, QUERY_TILE, zero=w.zero, fence=False, summed=summed)
         hand_over(spec, w, last_stage, last_out)
-        warpgroup.wait_group(2)
+    if const_expr(scale is None):
+        scale = score_scale(stat, fk)
+    statistics = [shared_words(stat + 4 * STAT_AC2 + w.column + 64 * q, 4) for q in range(4)]
+    warpgroup.wait_group(1 if const_expr(kind == FIRST) else 2)
     p = cute.make_rmem_tensor(16, Int32)
     S, dP = cute.recast_tensor(S, Int32), cute.recast_tensor(dP, Int32)
-    probabilities(spec, w, S, p, w.P, stat, score_scale(stat, fk) if const_expr(scale is None) else scale, diagonal)
+    probabilities(spec, w, S, p, w.P, statistics, scale, diagonal)
     product(w.mma_g, dV, w.P_operand, w.dot, kind == FIRST, ring + w.places["dot"], QUERY_TILE, zero=w.zero)
+    b_of = means(w, stat)
     warpgroup.wait_group(1)
     if const_expr(kind != FIRST):
         if w.lane == 0:
             cute.arch.mbarrier_arrive(bars.t_empty + last_out)
         if const_expr(spec.follows):
             x = follow_scales(spec, w, stage, phase, x, dK)
-            factor = pair(x * fv)
-    unit = fv if const_expr(spec.v_static) else shared_floats(stat + 4 * STAT_VT, 1, 4)[0]
-    if const_expr(kind == FIRST):
+            factors = both_factors(spec, stat, x, fv)
+    else:
+        unit = unit_of(spec, stat, fv)
         probe = inverse_unit(unit) * PROBE
-        x = first_exponent(spec, w, score_gradients(w, p, dP, stat, pair(probe * fv), pair(probe * unit)), stat, stage, phase)
-        factor = pair(x * fv)
-    dS = score_gradients(w, p, dP, stat, factor, factor if const_expr(spec.v_static) else pair(x * unit))
+        looked = score_gradients(w, p, dP, b_of, pair(probe * fv), pair(probe * unit))
+        x = first_exponent(spec, w, looked, stat, stage, phase, left)
+        factors = both_factors(spec, stat, x, fv)
+    dS = score_gradients(w, p, dP, b_of, *factors)
     to_codes(dS, w.dS)
     clear_rows(w, w.dS, left)
     full = Int32(0) if const_expr(kind == FIRST) else full_codes(w.dS)
-    cute.arch.mbarrier_wait(bars.ds_empty + out, out_phase ^ 1)
+    cute.arch.mbarrier_wait(bars.ds_empty + out, free_phase(spec, out_phase))
     store_codes(w, w.dS, out, x)
     if const_expr(kind != FIRST):  # noqa: SIM102 - known to the compiler, the other is not
         if cute.arch.vote_any_sync(full != 0):
-            x = lower(w, p, dP, dK, w.dS, stat, x, fv, unit)
-            factor = pair(x * fv)
+            x = lower(w, p, dP, dK, w.dS, stat, x, fv, unit_of(spec, stat, fv))
+            factors = both_factors(spec, stat, x, fv)
             store_codes(w, w.dS, out, x)
     if const_expr(spec.follows):
         note_scale(w, stage, phase, x)
+    if const_expr(following is not None):
+        there = Int32(cute.arch.mbarrier_test_wait(bars.a_full + following[0], following[1]))
     warpgroup.wait_group(0)
-    return x, factor
+    if const_expr(following is not None):
+        return x, factors, there
+    return x, factors
+
+
+def unit_of(spec, stat, fv):
+    """2^e_v, e_v the largest exponent of v in the sequence and head. ``fv``: that of these keys."""
+    return fv if spec.v_static else shared_floats(stat + 4 * STAT_VT, 1, 4)[0]
+
+
+def both_factors(spec, stat, x, fv):
+    """Packed factors of dP and of b under scale ``x``."""
+    factor = pair(x * fv)
+    return factor, factor if spec.v_static else pair(x * unit_of(spec, stat, fv))

@@ -101,7 +101,7 @@ class BackwardSpec:
 
     @property
     def mean_row(self) -> bool:
-        """Whether an item's column sums of dO are one row, which comes with its keys."""
+        """Whether an item's share of the column sums of dO is one row, which comes with its keys."""
         return self.whole and not self.long
 
     @property
@@ -137,6 +137,16 @@ class BackwardSpec:
     def packed_store(self, which: int) -> bool:
         """Whether dV (``which`` 0) or dK (1) leaves as MXFP8 right from its FP16 sums: nothing is added to them in FP32."""
         return self.halves and self.mxfp8 and not self.long and (which == 1 or not (self.suffix or self.whole))
+
+    @property
+    def rows_by_tma(self) -> bool:
+        """Whether dK and dV leave as BF16 rows right from their FP16 sums, by TMA. FP32 sums of dQ leave no room for whole rows."""
+        return self.halves and not (self.mxfp8 or self.long or self.suffix) and self.dq_half
+
+    @property
+    def one_segment(self) -> bool:
+        """Whether an item is one walk over all query tiles of its sequence, in an order that does not show in its sums."""
+        return self.halves and not (self.long or self.causal)
 
     @property
     def tile_bytes(self) -> int:

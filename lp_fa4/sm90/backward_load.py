@@ -1,9 +1,9 @@
-"""Roles that feed the backward's main kernel: the copy warp, and three warps that turn K.
+"""Roles that feed the backward's main kernel: the key warp, the copy warp, and warps that turn K.
 
-The copy warp brings K and V (TMA), and the codes of Q and dO, plain and turned, with their statistics (bulk copies of ready-made images,
-see ``backward_prepass``). FP8 wgmma takes K-major operands only, so dV, dK and dQ need dO^T, Q^T and K^T. The first two are read once for
-every key tile and come from global memory: turning them here, once a key tile, cost more than their traffic. K^T is used once: the turning
-warps make it in shared memory, 16 tokens by 32 columns at a time, with a 16-bit transposing ``ldmatrix``, four byte permutations and a
+The key warp brings K and V (TMA), the copy warp the codes of Q and dO, plain and turned, with their statistics (bulk copies of ready-made
+images, see ``backward_prepass``). FP8 wgmma takes K-major operands only, so dV, dK and dQ need dO^T, Q^T and K^T. The first two are read
+once for every key tile and come from global memory: turning them here, once a key tile, cost more than their traffic. K^T is used once: the
+dQ warps make it in shared memory, 16 tokens by 32 columns at a time, with a 16-bit transposing ``ldmatrix``, four byte permutations and a
 ``stmatrix``, while the consumers work on the first two query tiles.
 
 Orders of the transposed tokens (any order is right if both operands of a contraction use it): Q^T and dO^T hold tokens
@@ -20,13 +20,15 @@ from cutlass.cute.nvgpu import cpasync
 
 from lp_fa4.common.matrices import load_matrices, shared_words
 from lp_fa4.sm90.backward_layout import CHUNK_TILES, COUNTER, COUNTER_INSTEAD, KEY_TILE, QUERY_TILE, REDO, STAT_FLOATS
-from lp_fa4.sm90.backward_ops import advance, effect, mask_of, pick_pairs, pinned, rescale_codes
+from lp_fa4.sm90.backward_ops import advance, arrive, effect, mask_of, pick_pairs, pinned, rescale_codes
 
 ACCUMULATOR_ORDER = ("6420", "7531")
 PAIRS_ORDER = ("6240", "7351")
 ONE_HALF2 = 0x3C003C00
 """1 as packed FP16."""
 IN_FLIGHT = 3
+DRAWN_BEFORE = 4
+"""Query tiles before an item's end from which the next one is drawn."""
 RECORD_BYTES = 64
 """An item's record: eight fields (:class:`Item`), then the scale bytes of K and of V for four groups of 32 keys, all int32."""
 
@@ -69,23 +71,21 @@ def segment(spec, item, first, chunk, chunks, s):
 
 
 @cute.jit
-def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob):
-    """Producer. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses of the images, and the
-    state of the list (``backward_items``).
+def key_warp(spec, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob):
+    """Producer of keys. ``tma``: (K atom, K tensor, V atom, V tensor); ``smem``: tensors and addresses; ``glob``: addresses, and the state
+    of the list (``backward_items``).
 
-    It alone reads the work list and the scales; the other roles find each item's record in shared memory, so that no global latency
-    stands at the start of their items.
+    It alone reads the work list and the scales; the other roles find each item's record in shared memory. It draws an item, and asks for
+    its keys, while the last query tiles of the one before are computed (``DRAWN_BEFORE``): so neither the list's latencies, one after the
+    other, nor the keys' stand between two items, and who is behind still takes fewer.
     """
     bid, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     heads = kv_heads * spec.group
-    tile_bytes = spec.tile_bytes
-    stat_first, stat_bytes = 4 * spec.stat_span[0], 4 * spec.stat_span[1]
     shape, one = (KEY_TILE, spec.head_dim), cute.make_layout(1)
     group = lambda x: cute.group_modes(x, 0, 2)  # noqa: E731
-    stage, phase, out, out_phase, kv, kv_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(1)
-    rank, free_phase = Int32(0), Int32(1)
-    if const_expr(spec.cluster):  # both CTAs walk the same items; each reads half of the query side for both
+    kv, kv_phase, free_phase, near_phase, rank = Int32(0), Int32(1), Int32(1), Int32(0), Int32(0)
+    if const_expr(spec.cluster):  # both CTAs walk the same items
         rank = bid % 2
         bid, grid = bid // 2, grid // 2
     t = bid
@@ -112,18 +112,20 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
         v_smem, v_gmem = cpasync.tma_partition(tma.v, 0, one, group(smem.v), group(cute.local_tile(v_head, shape, (None, 0))))
         for n in cutlass.range(first_tile, end_tile, unroll=1):
             item = SimpleNamespace(n=n, k0=fields[3], klen=fields[4], qrow=fields[5], qlen=fields[6], hk=hk, tiles=tiles)
-            first, chunk, chunks = query_span(spec, item)
+            chunks = query_span(spec, item)[2]
             cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
+            record = smem.record + RECORD_BYTES * kv
+            store_words(record, (Int32(items[pinned(entry), 0]), n, item.k0, item.klen))
+            store_words(record + 16, (item.qrow, item.qlen, item.hk, tag))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars.item_full + kv)
+            scale_row = Int32(items[pinned(entry), 7])
+            store_words(record + 32, scale_bytes(spec.k_static, k_scale, item, scale_row))
+            store_words(record + 48, scale_bytes(spec.v_static, v_scale, item, scale_row))
             if const_expr(spec.halves):
                 cute.arch.mbarrier_wait(bars.kv_empty, free_phase)
                 free_phase = free_phase ^ 1
                 cute.arch.fence_view_async_shared()  # K and V were read by loads
-            record = smem.record + RECORD_BYTES * kv
-            store_words(record, (Int32(items[pinned(entry), 0]), n, item.k0, item.klen))
-            store_words(record + 16, (item.qrow, item.qlen, item.hk, tag))
-            scale_row = Int32(items[pinned(entry), 7])
-            store_words(record + 32, scale_bytes(spec.k_static, k_scale, item, scale_row))
-            store_words(record + 48, scale_bytes(spec.v_static, v_scale, item, scale_row))
             bytes_ = (2 * KEY_TILE + 4 * spec.mean_row) * spec.head_dim if chunks > 0 else 0
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + kv, bytes_)
@@ -139,9 +141,53 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
                     with cute.arch.elect_one():
                         bulk(smem.mean + kv * (4 * spec.head_dim), source, 4 * spec.head_dim, Int32((bars.k_full + kv).toint()))
             kv, kv_phase = advance(kv, kv_phase, 2)
+        if const_expr(spec.drawn):
+            if end_tile > first_tile:
+                cute.arch.mbarrier_wait(bars.near_end, near_phase)
+                near_phase = near_phase ^ 1
+            drawn = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                drawn = cute.arch.atomic_add(
+                    glob.state.iterator + (COUNTER_INSTEAD if const_expr(spec.instead) else COUNTER), Int32(1), sem="relaxed", scope="gpu"
+                )
+            t = grid + cute.arch.shuffle_sync(drawn, 0)
+        else:
+            t = t + grid
+    cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
+    for i in range(2):
+        store_words(smem.record + RECORD_BYTES * kv + 16 * i, [Int32(-1)] * 4)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bars.item_full + kv)
+        cute.arch.mbarrier_arrive(bars.k_full + kv)
+
+
+@cute.jit
+def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, kv_heads, bars, smem, glob):
+    """Producer of query tiles: the images of Q and dO, plain and turned, with their statistics. Others as for :func:`key_warp`."""
+    bid, _, _ = cute.arch.block_idx()
+    heads = kv_heads * spec.group
+    tile_bytes = spec.tile_bytes
+    stat_first, stat_bytes = 4 * spec.stat_span[0], 4 * spec.stat_span[1]
+    stage, phase, out, out_phase, kv, kv_phase, more = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(0), Int32(1)
+    rank = Int32(0)
+    if const_expr(spec.cluster):  # each CTA reads half of the query side for both
+        rank = bid % 2
+    while more > 0:
+        cute.arch.mbarrier_wait(bars.item_full + kv, kv_phase)
+        item = Item(smem.record + RECORD_BYTES * kv)
+        more = item.b + 1
+        cute.arch.sync_warp()  # all lanes have read the record
+        arrive(bars.k_empty + kv)
+        if more > 0:
+            first, chunk, chunks = query_span(spec, item)
+            if chunks == 0:
+                arrive(bars.near_end)
             for s in cutlass.range(chunks * spec.group, unroll=1):
                 head, low, count, turn = segment(spec, item, first, chunk, chunks, s)
-                for _ in cutlass.range(count, unroll=1):
+                near = cutlass.max(count - DRAWN_BEFORE, 0) if s == chunks * spec.group - 1 else Int32(-1)
+                for i in cutlass.range(count, unroll=1):
+                    if i == near:
+                        arrive(bars.near_end)
                     do_tile = Int64((item.qrow + low + turn) * heads + head)
                     q_tile = do_tile
                     if cutlass.const_expr(spec.shared):
@@ -167,20 +213,7 @@ def copy_warp(spec, stages: cutlass.Constexpr, turned: cutlass.Constexpr, items,
                     turn = turn + 1
                     if turn == count:
                         turn = Int32(0)
-        if const_expr(spec.drawn):  # this late: who is behind takes fewer, and the loads under way hide the latency
-            drawn = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                drawn = cute.arch.atomic_add(
-                    glob.state.iterator + (COUNTER_INSTEAD if const_expr(spec.instead) else COUNTER), Int32(1), sem="relaxed", scope="gpu"
-                )
-            t = grid + cute.arch.shuffle_sync(drawn, 0)
-        else:
-            t = t + grid
-    cute.arch.mbarrier_wait(bars.k_empty + kv, kv_phase)
-    for i in range(2):
-        store_words(smem.record + RECORD_BYTES * kv + 16 * i, [Int32(-1)] * 4)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(bars.k_full + kv)
+        kv, kv_phase = advance(kv, kv_phase, 2)
 
 
 @cute.jit

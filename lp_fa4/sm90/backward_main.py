@@ -1,7 +1,7 @@
 """The backward's main kernel for Hopper: one persistent CTA an SM, dK, dV and dQ from E4M3 operands.
 
-Warp 0 copies (``backward_load``), warps 4 to 11 compute (``backward_compute``) and store dK and dV (``backward_store``), warps 12 to 15
-make K^T and dQ (``backward_dq``). All hand-over is by mbarriers; the computing warpgroups never wait for each other. Layouts and
+Warps 0 and 1 copy (``backward_load``), warps 4 to 11 compute (``backward_compute``) and store dK and dV (``backward_store``), warps 12 to
+15 make K^T and dQ (``backward_dq``). All hand-over is by mbarriers; the computing warpgroups never wait for each other. Layouts and
 workspaces: ``backward_layout``. Formulas: ``backward_compute``.
 """
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hop
-from cutlass import Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
@@ -19,13 +19,24 @@ from lp_fa4.compile import build, fake, kernel_cache, symbol
 from lp_fa4.sm90.backward_compute import FIRST, STEADY, end_last, key_factors, pass_tile, segment_factors, start_last
 from lp_fa4.sm90.backward_compute import step as full_step
 from lp_fa4.sm90.backward_dq import dq_warps
-from lp_fa4.sm90.backward_halves import load_keys, score_scale, widened
+from lp_fa4.sm90.backward_halves import load_keys, report, score_scale, start_scores, widened
 from lp_fa4.sm90.backward_halves import step as half_step
 from lp_fa4.sm90.backward_layout import CLEAR, ITEM_FIELDS, KEY_TILE, QUERY_TILE, STAT_FLOATS, TROUBLE, BackwardSpec
-from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, query_span, segment
+from lp_fa4.sm90.backward_load import RECORD_BYTES, Item, copy_warp, key_warp, query_span, segment
 from lp_fa4.sm90.backward_ops import advance, arrive, leave_keys, pinned, reciprocal_power, shared_floats
 from lp_fa4.sm90.backward_store import add_mean, add_partial, add_suffix, settle_partial, store_bf16, store_mxfp8, store_zeros, take_partial
-from lp_fa4.sm90.backward_store_halves import note_peaks, pair_scales, store_mxfp8_halves, store_pair
+from lp_fa4.sm90.backward_store_halves import (
+    PIECE,
+    PIECE_BYTES,
+    finite_top,
+    note_peaks,
+    pair_scales,
+    send_staged,
+    slots,
+    stage_rows,
+    store_mxfp8_halves,
+    store_pair,
+)
 from lp_fa4.sm90.wgmma import low_half
 
 REGISTERS, HALF_REGISTERS = (32, 208, 64), (32, 184, 112)
@@ -42,7 +53,9 @@ def stages(spec: BackwardSpec) -> tuple[int, int, int]:
 
 def staging_bytes(spec: BackwardSpec) -> int:
     """Staging of a computing warp: 16 rows of one MXFP8 gradient with their pads, half a BF16 one, or a quarter (half, where sums are
-    ``long``) of one in FP32."""
+    ``long``) of one in FP32. BF16 rows that leave by TMA: a gradient, and half of one more."""
+    if spec.rows_by_tma:
+        return PIECE_BYTES * slots(spec)
     return 2304 * (2 if spec.long and spec.dq_half else 1)
 
 
@@ -63,7 +76,14 @@ def shared_layouts(spec):
         one_k=layout(KEY_TILE, d),
         kt=layout(d, KEY_TILE),
         ds=layout(QUERY_TILE, KEY_TILE, 2),
+        rows=staged_rows(8 * slots(spec)) if spec.rows_by_tma else None,
     )
+
+
+def staged_rows(pieces: int):
+    """Layout of pieces of a gradient, 16 keys x 64 columns of BF16, in the staging."""
+    atom = warpgroup.make_smem_layout_atom(hop.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, PIECE), BFloat16)
+    return cute.tile_to_shape(atom, (16, PIECE, pieces), order=(0, 1, 2))
 
 
 def operand_places(spec: BackwardSpec) -> dict[str, int]:
@@ -129,6 +149,16 @@ class BackwardMain:
         k_atom, k_tensor = tma(k)
         v_atom, v_tensor = tma(v)
         address = lambda x: x.iterator.toint()  # noqa: E731
+
+        def stored(x):  # 16 rows in one copy: half rows are a dimension of their own, for no swizzle is wider
+            shape, stride = (x.shape[0], PIECE, d // PIECE, x.shape[1]), (x.stride[0], 1, PIECE, x.stride[1])
+            tensor = cute.make_tensor(x.iterator, cute.make_layout(shape, stride=stride))
+            tile = (16, PIECE, d // PIECE)
+            return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, staged_rows(d // PIECE), tile)
+
+        by_tma = const_expr(self.spec.rows_by_tma)
+        dk_atom, dk_tensor = stored(dk) if by_tma else (k_atom, k_tensor)
+        dv_atom, dv_tensor = stored(dv) if by_tma else (k_atom, k_tensor)
         self.kernel(
             mmas.s,
             mmas.g,
@@ -137,6 +167,10 @@ class BackwardMain:
             k_tensor,
             v_atom,
             v_tensor,
+            dk_atom,
+            dk_tensor,
+            dv_atom,
+            dv_tensor,
             k_scale,
             v_scale,
             items,
@@ -171,7 +205,7 @@ class BackwardMain:
 
         @cute.struct
         class Storage:
-            bars: cute.struct.MemRange[Int64, 2 * a_stages + 2 * b_stages + 10]
+            bars: cute.struct.MemRange[Int64, 2 * a_stages + 2 * b_stages + 13]
             records: cute.struct.Align[cute.struct.MemRange[Int32, RECORD_BYTES // 2], 128]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 64], 256]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 16], 64]
@@ -202,6 +236,10 @@ class BackwardMain:
         k_tensor: cute.Tensor,
         v_atom: cute.CopyAtom,
         v_tensor: cute.Tensor,
+        dk_atom: cute.CopyAtom,
+        dk_tensor: cute.Tensor,
+        dv_atom: cute.CopyAtom,
+        dv_tensor: cute.Tensor,
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
         items: cute.Tensor,
@@ -232,12 +270,16 @@ class BackwardMain:
             ("a", a_stages, 1, 8 * both),  # Q, dO, dO^T and statistics
             ("t", b_stages, 1, 8 * both),  # Q^T
             ("ds", 2, 8, 4),
-            ("k", 2, 1, 12),
+            ("k", 2, 1, 13),
             ("kv", 1, 1, 12),  # K and V themselves, where they have one stage
         )
-        names = [f"{ring[0]}_{end}" for ring in rings for end in ("full", "empty")]
-        sizes = [ring[1] for ring in rings for _ in range(2)]
-        counts = [ring[2 + end] for ring in rings for end in range(2)]
+        names = [
+            *(f"{ring[0]}_{end}" for ring in rings for end in ("full", "empty")),
+            "item_full",
+            "near_end",
+        ]  # records without keys; for drawing
+        sizes = [*(ring[1] for ring in rings for _ in range(2)), 2, 1]
+        counts = [*(ring[2 + end] for ring in rings for end in range(2)), 1, 1]
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         bars = SimpleNamespace(**{name: base + place for name, place in zip(names, places, strict=True)})
         if warp == 0:
@@ -272,10 +314,12 @@ class BackwardMain:
             total = total if state[CLEAR] != 0 else Int32(0)
         if warp < 4:
             cute.arch.setmaxregister_decrease(registers[0])
+            glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats, state=state, sums=suffix)
             if warp == 0:
+                copy_warp(spec, a_stages, b_stages, kv_heads, bars, smem, glob)
+            elif warp == 1:
                 tma = SimpleNamespace(k=k_atom, k_tensor=k_tensor, v=v_atom, v_tensor=v_tensor)
-                glob = SimpleNamespace(q=q_tiles, do=do_tiles, stats=stats, state=state, sums=suffix)
-                copy_warp(spec, a_stages, b_stages, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
+                key_warp(spec, items, total, k_scale, v_scale, kv_heads, bars, tma, smem, glob)
         elif warp >= 12:
             cute.arch.setmaxregister_decrease(registers[2])
             slice_q, own = mma_q.get_slice(0), cute.arch.make_warp_uniform(warp - 12)
@@ -355,13 +399,23 @@ class BackwardMain:
                 ds_line=None,
                 column=None,
                 zero=None,
+                scale_line=None,
+                staged_line=None,
             )
             if const_expr(spec.halves):  # registers hold what depends on the lane, and 0 is no constant (``wgmma.described``)
                 w.ds_line = pinned(w.ds_address + lane * KEY_TILE + ((own ^ (lane & 7)) << 4))
                 w.column = pinned(16 * (lane & 3))
                 w.zero = tile_rows >> 31
+                w.scale_line = pinned(w.scales + 4 * own)
+            rows = None
+            if const_expr(spec.rows_by_tma):
+                w.staged_line = pinned(w.staging + (lane & 15) * (2 * PIECE) + (((lane >> 4) ^ (lane & 7)) << 4))
+                pointer = cute.recast_ptr(store.staging.data_ptr(), layouts.rows.inner, dtype=BFloat16)
+                rows = SimpleNamespace(
+                    staged=cute.make_tensor(pointer, layouts.rows.outer), atoms=(dv_atom, dk_atom), there=(dv_tensor, dk_tensor)
+                )
             grads = SimpleNamespace(
-                suffix=suffix, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch, state=state.iterator.toint()
+                rows=rows, suffix=suffix, dk=dk, dv=dv, dk_scale=dk_scale, dv_scale=dv_scale, scratch=scratch, state=state.iterator.toint()
             )
             self.consume(w, grads, kv_heads)
         if const_expr(spec.cluster):  # the other CTA may still arrive here
@@ -402,17 +456,21 @@ class BackwardMain:
                     leave_keys(spec, bars)
                     arrive(bars.k_empty + kv)
                 else:
-                    fk, fv = key_factors(spec, w, item)
+                    fk = fv = Float32(1.0)
+                    if const_expr(spec.one_segment):
+                        load_keys(spec, w)
+                    else:
+                        fk, fv = key_factors(spec, w, item)
                     k = w.low + w.places["k"] + pinned(w.warp) // 4 * w.tile + kv * (KEY_TILE // QUERY_TILE * w.tile)
                     keys = (fk, fv, k, k + (w.places["v"] - w.places["k"]), item.klen - item.n * KEY_TILE - 16 * w.warp)
-                    if const_expr(spec.halves):
+                    if const_expr(spec.halves and not spec.one_segment):
                         load_keys(spec, w)
                         cute.arch.sync_warp()
                         leave_keys(spec, bars)
                     for s in cutlass.range(segments, unroll=1):
                         here = Item(pinned(w.record + RECORD_BYTES * kv)) if const_expr(spec.long) else item  # registers are short
                         _, low, count, turn = segment(spec, here, *query_span(spec, here), s)
-                        if const_expr(spec.halves and not (spec.long or spec.causal)):  # one segment, whose order does not show here
+                        if const_expr(spec.one_segment):
                             low, count, turn = Int32(0), item.tiles, Int32(0)
                         # ptxas cannot see it, and would keep the descriptors of every product in ordinary registers
                         out, out_phase = cute.arch.make_warp_uniform(out), cute.arch.make_warp_uniform(out_phase)
@@ -420,21 +478,49 @@ class BackwardMain:
                             stage, phase = out, out_phase
                         dV = cute.make_rmem_tensor(w.gradient_shape, Float16 if const_expr(spec.halves) else Float32)
                         dK = cute.make_rmem_tensor(w.gradient_shape, Float16 if const_expr(spec.halves) else Float32)
-                        dK.fill(0.0)
-                        cute.arch.mbarrier_wait(bars.a_full + stage, phase)
+                        if const_expr(not spec.one_segment):  # there its first product starts it
+                            dK.fill(0.0)
+                        scores = None
+                        if const_expr(spec.one_segment):  # what the products do not need is read while they run
+                            scores = [cute.make_rmem_tensor(w.score_shape, Float16) for _ in range(2)]
+                            start_scores(spec, w, *scores, stage, phase)
+                            cute.arch.sync_warp()
+                            leave_keys(spec, bars)
+                            fk, fv = key_factors(spec, w, here)
+                            keys = (fk, fv, *keys[2:])
+                        else:
+                            cute.arch.mbarrier_wait(bars.a_full + stage, phase)
                         segment_factors(spec, w, stage)
                         diagonal = here.n * KEY_TILE + 16 * w.warp - here.klen + here.qlen - QUERY_TILE * low
                         now = (stage, phase, out, out_phase)
-                        own, of_dp = keys, Int32(0)
+                        own, factors = keys, (Int32(0), Int32(0))
                         if const_expr(spec.halves):
                             stat = w.stat + stage * (4 * spec.stat_span[1])
                             own = (*keys, None if const_expr(spec.recoded) else score_scale(stat, fk))
-                        x, of_dp = self.step(FIRST, w, dV, dK, Float32(1.0), of_dp, own, diagonal - QUERY_TILE * turn, now, now)
-                        for _ in cutlass.range(count - 1, unroll=1):
-                            last, turn = (stage, phase, out, out_phase), self.next_turn(turn, count)
-                            stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
-                            now = (stage, phase, out, out_phase)
-                            x, of_dp = self.step(STEADY, w, dV, dK, x, of_dp, own, diagonal - QUERY_TILE * turn, now, last)
+                        ahead, there = None, None
+                        if const_expr(spec.one_segment):
+                            ahead = self.next_tile(*now)
+                        made = self.step(
+                            FIRST, w, dV, dK, Float32(1.0), factors, own, diagonal - QUERY_TILE * turn, now, now, scores, None, ahead
+                        )
+                        x, factors = made[0], made[1]
+                        if const_expr(spec.one_segment):
+                            there = made[2]
+                            for i in cutlass.range(count - 1, unroll=1):
+                                last = (stage, phase, out, out_phase)
+                                stage, phase, out, out_phase = ahead
+                                now = ahead
+                                ahead = self.next_tile(*now)
+                                x, factors, there = self.step(
+                                    STEADY, w, dV, dK, x, factors, own, diagonal, now, last, None, i > 0, ahead, there
+                                )
+                        else:
+                            for _ in cutlass.range(count - 1, unroll=1):
+                                last, turn = (stage, phase, out, out_phase), self.next_turn(turn, count)
+                                stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
+                                now = (stage, phase, out, out_phase)
+                                at = diagonal - QUERY_TILE * turn
+                                x, factors = self.step(STEADY, w, dV, dK, x, factors, own, at, now, last)
                         again = Item(pinned(w.record + RECORD_BYTES * kv))  # not held through the loop: registers are short
                         left = again.klen - (again.n * KEY_TILE + 16 * w.warp)
                         again.mean = w.mean + kv * (4 * spec.head_dim)
@@ -442,10 +528,12 @@ class BackwardMain:
                             if s == segments - 1:
                                 cute.arch.sync_warp()  # all lanes have read the record
                                 arrive(bars.k_empty + kv)
-                        start_last(spec, w, dK, (stage, phase, out, out_phase))
+                        start_last(spec, w, dK, (stage, phase, out, out_phase), count > 1 if const_expr(spec.one_segment) else None)
                         if const_expr(spec.group > 1):  # registers are short
                             end_last(spec, w, out)
-                        if const_expr(spec.packed_store(0)):  # both are like that
+                        if const_expr(spec.rows_by_tma):
+                            self.leave_rows(w, dV, dK, x, out, again, left, grads, kv_heads, kv)
+                        elif const_expr(spec.packed_store(0)):  # both are like that
                             self.leave_both(w, dV, dK, x, out, again, left, grads, kv_heads)
                         else:
                             # elsewhere dV leaves under the last product
@@ -469,15 +557,19 @@ class BackwardMain:
                                 end_last(spec, w, out)
                             factor = shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x)
                             self.leave(w, 1, dK, factor, s, segments, again, left, grads, kv_heads, scratch)
-                        stage, phase, out, out_phase = self.next_tile(stage, phase, out, out_phase)
+                        stage, phase, out, out_phase = (
+                            ahead if const_expr(spec.one_segment) else self.next_tile(stage, phase, out, out_phase)
+                        )
+                if const_expr(spec.one_segment):
+                    more = pinned(Int32(1))  # LLVM finds the number that it came from, and holds that
             items = items + 1
         cute.arch.cp_async_bulk_wait_group(0)
 
-    def step(self, kind, w, dV, dK, x, factor, keys, diagonal, now, last):
-        """One query tile; ``factor`` is of ``halves`` alone."""
+    def step(self, kind, w, dV, dK, x, factors, keys, diagonal, now, last, scores=None, summed=None, following=None, there=None):
+        """One query tile; ``factors``, ``scores`` and ``summed`` are of ``halves`` alone."""
         if self.spec.halves:
-            return half_step(self.spec, kind, w, dV, dK, x, factor, keys, diagonal, now, last)
-        return full_step(self.spec, kind, w, dV, dK, x, keys, diagonal, now, last), factor
+            return half_step(self.spec, kind, w, dV, dK, x, factors, keys, diagonal, now, last, scores, summed, following, there)
+        return full_step(self.spec, kind, w, dV, dK, x, keys, diagonal, now, last), factors
 
     @cute.jit
     def next_turn(self, turn, count):
@@ -490,9 +582,12 @@ class BackwardMain:
     @cute.jit
     def next_tile(self, stage, phase, out, out_phase):
         """Ring positions of the next query tile: of Q, dO and dO^T, and of Q^T and dS, both in rings of two. One and the same where all
-        rings have two stages."""
+        rings have two stages. From ``pinned`` places come addresses by one instruction each; LLVM knows better, and makes those of a turn
+        from those of the turn before by three."""
         a_stages, b_stages, _ = stages(self.spec)
         out, out_phase = advance(out, out_phase, b_stages)
+        if const_expr(self.spec.one_segment):  # registers are short elsewhere
+            out = pinned(out)
         stage, phase = advance(stage, phase, a_stages) if const_expr(a_stages != b_stages) else (out, out_phase)
         return stage, phase, out, out_phase
 
@@ -512,6 +607,23 @@ class BackwardMain:
         rows, scales = (grads.dv + row, grads.dk + row), (grads.dv_scale + scale, grads.dk_scale + scale)
         inverse = pair_scales(spec, w, words, factors, tops, scales, left, grads, item.tag)
         store_pair(spec, w, words, inverse, rows, kv_heads * d, left)
+
+    @cute.jit
+    def leave_rows(self, w, dV, dK, x, out, item, left, grads, kv_heads, kv):
+        """dV and dK leave as BF16 rows right from their FP16 sums: dV under the last product of dK."""
+        spec, words = self.spec, [cute.recast_tensor(dV, Int32), cute.recast_tensor(dK, Int32)]
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # those of the item before
+        cute.arch.sync_warp()
+        tops = [finite_top(w, words[0], left)]
+        stage_rows(spec, w, 0, words[0], shared_floats(w.factors, 1, 4)[0], item.mean if const_expr(spec.mean_row) else None)
+        send_staged(spec, w, 0, item, left, grads, kv_heads)
+        if const_expr(spec.mean_row):  # the warp has met since its lanes read the record and the mean
+            arrive(w.bars.k_empty + kv)
+        end_last(spec, w, out)
+        tops.append(finite_top(w, words[1], left))
+        stage_rows(spec, w, 1, words[1], shared_floats(w.factors + 4, 1, 4)[0] * reciprocal_power(x), None)
+        send_staged(spec, w, 1, item, left, grads, kv_heads)
+        report(grads, item.tag, tops)
 
     @cute.jit
     def leave(self, w, which: cutlass.Constexpr, sums, factor, s, segments, item, left, grads, kv_heads, scratch):
@@ -578,7 +690,7 @@ def compile_main(arch: str, spec: BackwardSpec):
     stats: fp32 ``[tile rows, H, 256]``; dq: fp32 or fp16 ``[tile rows, H, 64 * D]`` in accumulator order, zeroed; powers: fp32
     ``[groups * tiles, H, 64]``, of ``backward_items`` (None unless ``dq_grouped``); dk, dv: bf16 or uint8
     ``[T, Hkv, D]``; dk_scale, dv_scale: uint8 ``[groups, Hkv, D / 32]`` (unused with BF16); scratch: fp32 ``[grid, 2, 128 * D]`` (unused
-    unless ``long``); suffix: fp32 ``[tile rows, H, D]``, or column sums of dO, ``[chunk rows, H, D]`` (unused unless ``suffix`` or
+    unless ``long``); suffix: fp32 ``[tile rows, H, D]``, or those of dO over the keys, ``[chunk rows, H, D]`` (unused unless ``suffix`` or
     ``whole``); ints: dQ buffers (``dq_grouped``: sequences a buffer), tile rows of a buffer, CTAs.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim

@@ -16,7 +16,7 @@ THREADS = common.THREADS
 class Postpass(common.Postpass):
     """Tiles of 64 queries, column sums of dO by chunks of 2,048, powers of two of FP16 sums by chunk, or by row where ``grouped``."""
 
-    tile, chunk, grouped = QUERY_TILE, CHUNK, False
+    tile, chunk, shares, grouped = QUERY_TILE, CHUNK, True, False
 
     def splits(self) -> bool:
         """FP16 sums of shared queries have a buffer a sequence."""

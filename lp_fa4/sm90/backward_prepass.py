@@ -217,6 +217,7 @@ class Prepass(SharedRows):
             ratio, top_k, top_v = Float32(1.0), Int32(127), Int32(127)
             if const_expr(spec.halves):
                 scale, ratio = rounded_scale(scale)
+            if const_expr(spec.halves or spec.dq_half):
                 kv_head = head * Int32(v_scale.shape[1]) // heads
                 group, groups = Int32(offsets_k[b]) // 32 + b, (keys + 31) // 32
                 top_k = self.widest(k_scale, spec.k_static, group, groups, kv_head)
@@ -225,8 +226,6 @@ class Prepass(SharedRows):
             seen = (keys, CHUNK * chunk - unit.queries)
             self.row_factors(results, place, rows, seen, ratio)
             exponents = top_k + top_v - 2 * 127
-            if const_expr(spec.dq_half and not spec.halves):
-                exponents = self.exponents(k_scale, v_scale, offsets_k, b, keys, head, heads)
             limits = SimpleNamespace(of=dq_scale, exponents=exponents, softmax_scale=softmax_scale, keys=keys)
             self.encode(results, place, do_tiles, rows, seen, buffers, (sums, chunk_row), suffix, column_sums, peaks, limits)
             top = peaks[0]
@@ -308,9 +307,9 @@ class Prepass(SharedRows):
     @cute.jit
     def encode(self, results, place, do_tiles, rows, seen, buffers, sums, suffix, column_sums, peaks, limits):
         """dO8 of the chunk; exponent byte of each row (0: nothing to scale, 255: not finite, -1: no row, or one that sees no key) and its
-        rowsum(dO8 * Oc), column sums of dO (``sums``: tensor and row), sums of c * dO8 a tile (``suffix``), per warp the largest byte
-        and the largest magnitude of dO (``peaks``), and where a power of dQ is a row's, the row's share of it (``limits``). All loads of a
-        tile are under way before the first is used."""
+        rowsum(dO8 * Oc), column sums of dO, divided by the sequence's keys (``sums``: tensor and row), sums of c * dO8 a tile (``suffix``),
+        per warp the largest byte and the largest magnitude of dO (``peaks``), and where a power of dQ is a row's, the row's share of it
+        (``limits``). All loads of a tile are under way before the first is used."""
         spec, head, left = self.spec, place.head, place.left
         tid, _, _ = cute.arch.thread_idx()
         column = 8 * (tid % self.lanes)
@@ -380,7 +379,8 @@ class Prepass(SharedRows):
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << i))
         if tid % 32 == 0:
             peaks[tid // 32], peaks[WARPS + tid // 32] = top, largest
-        self.sum_rows(total, column_sums, sums[0], sums[1], head)
+        share = Float32(0.0) if seen[0] == 0 else Float32(1.0) / Float32(seen[0])
+        self.sum_rows(total, column_sums, sums[0], sums[1], head, share)
 
     @cute.jit
     def row_scale(self, xs, rows, tile):
@@ -498,8 +498,8 @@ class Prepass(SharedRows):
             effect([at, value], "{.reg .b16 h; cvt.rn.f16.f32 h, $1; st.global.b16 [$0], h;}", "l,f")
 
     @cute.jit
-    def sum_rows(self, values, column_sums, target, row, head):
-        """Sums of this thread's eight columns over all rows of the CTA to ``target[row, head]``."""
+    def sum_rows(self, values, column_sums, target, row, head, share=None):
+        """Sums of this thread's eight columns over all rows of the CTA, times ``share``, to ``target[row, head]``."""
         tid, _, _ = cute.arch.thread_idx()
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(8):
@@ -509,7 +509,7 @@ class Prepass(SharedRows):
             whole = Float32(0.0)
             for i in cutlass.range_constexpr(self.rows):
                 whole = whole + column_sums[i, tid]
-            target[row, head, tid] = whole
+            target[row, head, tid] = whole if const_expr(share is None) else whole * share
 
     @cute.jit
     def query_exponents(self, q_scale, row, groups, head):
@@ -560,16 +560,6 @@ class Prepass(SharedRows):
             effect([at + 4 * STAT_DK, unit * softmax_scale * scale_of_byte(top)], "st.global.f32 [$0], $1;", "l,f")
             if const_expr(spec.halves):
                 effect([at + 4 * STAT_VT, scale_of_byte(tops[1])], "st.global.f32 [$0], $1;", "l,f")
-
-    @cute.jit
-    def exponents(self, k_scale, v_scale, offsets_k, b, keys, head, heads):
-        """Largest exponents of k and of v in a sequence, added up."""
-        spec = self.spec
-        kv_head = head * Int32(k_scale.shape[1]) // heads
-        row, groups = Int32(offsets_k[b]) // 32 + b, (keys + 31) // 32
-        e_k = self.widest(k_scale, spec.k_static, row, groups, kv_head)
-        e_v = self.widest(v_scale, spec.v_static, row, groups, kv_head)
-        return e_k + e_v - 2 * 127
 
     @cute.jit
     def limit(self, bits, limits):
@@ -687,11 +677,11 @@ def compile_prepass(arch: str, spec: PrepassSpec, offsets_dtype: str, has_dlse: 
 
     those of ``fake_results``; q: uint8 ``[N, H, D]``; q_scale: uint8 ``[rows, H]``; k_scale, v_scale: uint8 ``[rows, Hkv]`` (None unless
     ``dq_half`` or ``halves``); offsets_q (read if jagged), offsets_k: ``[B + 1]``; do_tiles, q_tiles, stats: as the main kernel's; sums:
-    fp32 ``[chunk rows, H, D]``, column sums of dO; suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None unless ``suffix``);
-    dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None unless ``dq_half``), or ``[tile rows, H, 64]``, what
-    those of a row of this sequence alone would, 0 where it has no gradient or no keys (``dq_grouped``); need: int32 ``[chunk rows, H]``,
-    ``NEED_*`` where FP16 scores do not do (None unless ``halves``); dq: as fp32, flat, to be zeroed; queries per sequence (if not jagged);
-    softmax scale.
+    fp32 ``[chunk rows, H, D]``, column sums of dO over the keys; suffix: fp32 ``[tile rows, H, D]``, sums of c * dO8 a tile (None
+    unless ``suffix``); dq_scale: fp32 ``[chunk rows, H]``, what FP16 sums must be multiplied by (None unless ``dq_half``), or
+    ``[tile rows, H, 64]``, what those of a row of this sequence alone would, 0 where it has no gradient or no keys (``dq_grouped``); need:
+    int32 ``[chunk rows, H]``, ``NEED_*`` where FP16 scores do not do (None unless ``halves``); dq: as fp32, flat, to be zeroed; queries per
+    sequence (if not jagged); softmax scale.
     """
     heads, kv_heads, d = symbol(), symbol(), spec.head_dim
     images = lambda kind, n: fake(kind, (symbol(), heads, n), compact=True)  # noqa: E731

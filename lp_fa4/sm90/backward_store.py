@@ -71,41 +71,41 @@ def add_suffix(spec, w, dV, item, kv_heads, suffix: Int64):
         first = item.n * KEY_TILE + 16 * w.warp + 15 - item.klen + item.qlen
         tile = (cutlass.max(first, Int32(0)) + (QUERY_TILE - 1)) // QUERY_TILE
     if tile < item.tiles:
-        for g in cutlass.range_constexpr(spec.group):
+        for g in cutlass.range(spec.group, unroll=1):
             row = Int64(item.qrow + tile) * (kv_heads * spec.group) + item.hk * spec.group + g
-            add_row(spec, lane, dV, suffix + row * (4 * spec.head_dim), Float32(1.0))
+            add_row(spec, lane, dV, suffix + row * (4 * spec.head_dim))
 
 
 @cute.jit
 def add_mean(spec, w, dV, item, kv_heads, sums: Int64):
-    """Add the coherent part of dV where P is centred by the caller: column sums of dO over the sequence's chunks, divided by its keys."""
-    lane, share = pinned(w.lane), Float32(1.0) / Float32(item.klen)
+    """Add the coherent part of dV where P is centred by the caller: the sequence's shares of column sums of dO, a row a chunk."""
+    lane = pinned(w.lane)
     if const_expr(spec.mean_row):
         for j in cutlass.range_constexpr(spec.head_dim // 8):
             two = shared_floats(item.mean + 8 * (lane % 4) + 32 * j, 2, 8)
             for i in cutlass.range_constexpr(4):
-                dV[4 * j + i] = dV[4 * j + i] + two[i % 2] * share
+                dV[4 * j + i] = dV[4 * j + i] + two[i % 2]
     else:
         chunks = (item.qlen + (CHUNK - 1)) // CHUNK
         first = item.b * chunks
         if const_expr(spec.jagged):
             first = (item.qrow - item.b) // CHUNK_TILES + item.b
         for c in cutlass.range(chunks, unroll=1):
-            for g in cutlass.range_constexpr(spec.group):
+            for g in cutlass.range(spec.group, unroll=1):
                 row = Int64(first + c) * (kv_heads * spec.group) + item.hk * spec.group + g
-                add_row(spec, lane, dV, sums + row * (4 * spec.head_dim), share)
+                add_row(spec, lane, dV, sums + row * (4 * spec.head_dim))
 
 
 @cute.jit
-def add_row(spec, lane, dV, row: Int64, factor):
-    """Add ``factor`` times the FP32 row at byte address ``row`` to every key's row of an accumulator."""
+def add_row(spec, lane, dV, row: Int64):
+    """Add the FP32 row at byte address ``row`` to every key's row of an accumulator."""
     at = row + 8 * (lane % 4)
     for j in cutlass.range_constexpr(spec.head_dim // 8):
         pointer = cute.make_ptr(Float32, at + 32 * j, cute.AddressSpace.gmem, assumed_align=8)
         two = cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), two)
         for i in cutlass.range_constexpr(4):
-            dV[4 * j + i] = dV[4 * j + i] + two[i % 2] * factor
+            dV[4 * j + i] = dV[4 * j + i] + two[i % 2]
 
 
 def staged_row(spec) -> int:

@@ -1,23 +1,35 @@
-"""How a key tile's dK and dV leave as MXFP8 where their sums are FP16: two columns a register to the codes, nothing in FP32 but scales.
+"""How a key tile's dK and dV leave right from FP16 sums: as MXFP8, two columns a register to the codes, nothing in FP32 but scales; as BF16
+rows by TMA.
 
-As ``backward_store.store_mxfp8``, whose rows and bytes these are. Both gradients of a key tile leave together where both are like that
-(:func:`store_pair`): one barrier and one chain of latencies. Word ``8 x + 4 p + 2 i + r`` of a thread's sums holds columns
-``32 x + 16 p + 8 i + 2 (lane % 4)`` and the next, of row ``lane // 4 + 8 r``.
+MXFP8: as ``backward_store.store_mxfp8``, whose rows and bytes these are. Both gradients of a key tile leave together where both are like
+that (:func:`store_pair`): one barrier and one chain of latencies.
+
+BF16 (:func:`stage_rows`, :func:`send_staged`): a warp's 16 rows lie in its staging as the TMA unit wants them, in its swizzle, and leave in
+one copy a gradient, which nothing waits for but the next gradient in that place: no row is read back.
+
+Word ``8 x + 4 p + 2 i + r`` of a thread's sums holds columns ``32 x + 16 p + 8 i + 2 (lane % 4)`` and the next, of row ``lane // 4 + 8 r``.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
 
-from lp_fa4.common.halves import e4m3_of, mul2, pair
+from lp_fa4.common.halves import e4m3_of, half_of, mul2, pair
 from lp_fa4.common.matrices import shared_words
-from lp_fa4.common.numbers import byte_of_amax_bits, inverse_of_byte
-from lp_fa4.sm90.backward_halves import largest2, report, rows_left, wider
-from lp_fa4.sm90.backward_ops import effect, pinned, redux_max
+from lp_fa4.common.numbers import bf16x2, byte_of_amax_bits, inverse_of_byte
+from lp_fa4.common.rows import fma
+from lp_fa4.sm90.backward_halves import clear_rows, largest2, report, top_of, wider
+from lp_fa4.sm90.backward_layout import KEY_TILE
+from lp_fa4.sm90.backward_ops import effect, pinned, redux_max, shared_floats
 from lp_fa4.sm90.backward_store import BARRIER_PAIR, read_rows, scale_bytes, send_rows, staged_row, write_rows
 
 LIFT = 2.0**15
 """Factor at a time on sums so small that what brings them to codes is no FP16 number; twice reaches FP16's smallest."""
+
+PIECE = 64
+"""Columns of a gradient that are staged together as BF16: a row of 128 bytes."""
+PIECE_BYTES = 16 * 2 * PIECE
 
 
 def block_tops(words, blocks: int):
@@ -40,10 +52,7 @@ def block_codes(words, x: int, scale):
 @cute.jit
 def note_peaks(w, which: cutlass.Constexpr, words, factor, blocks: cutlass.Constexpr, left: Int32):
     """Largest magnitudes of a gradient's blocks, times ``factor``, to shared memory. Returns this thread's, without it."""
-    if left < 16:  # rows past the end carry garbage
-        keep = rows_left(w)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = words[i] & keep[i % 2]
+    clear_rows(w, words, left)
     tops = block_tops(words, blocks)
     peaks = [redux_max(top * factor) for top in tops]
     if pinned(w.lane) == 0:
@@ -148,3 +157,69 @@ def store_pair(spec, w, gradients, inverse, rows, stride: Int32, left: Int32):
         if const_expr(which == 0):
             cute.arch.sync_warp()
     write_rows(spec, lane, read, rows[1], stride, left, True)
+
+
+@cute.jit
+def finite_top(w, words, left: Int32):
+    """Largest magnitude of a thread's sums, FP32; NaN wins. Rows past the sequence's end become 0."""
+    clear_rows(w, words, left)
+    return top_of([words[i] for i in range(cute.size(words))])
+
+
+def slots(spec) -> int:
+    """Pieces in a warp's staging: dV's are the first, dK's the last; they share the one in the middle."""
+    return spec.head_dim // PIECE + 1
+
+
+@cute.jit
+def stage_rows(spec, w, which: cutlass.Constexpr, words, factor, mean):
+    """FP16 sums of dV (``which`` 0) or dK times ``factor`` as BF16 to the staging, with a row of means (its address in shared memory) or
+    None."""
+    column, pieces = 8 * (pinned(w.lane) & 3), spec.head_dim // PIECE
+    for turn in cutlass.range_constexpr(pieces):
+        piece = pieces - 1 - turn if which else turn
+        if const_expr(which * turn > 0):  # dV's copy has read what they share
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+        for j in cutlass.range_constexpr(PIECE // 16):
+            out = []
+            for i in cutlass.range_constexpr(4):
+                block = PIECE // 16 * piece + j
+                two = [half_of(words[4 * block + i], c) for c in range(2)]
+                if const_expr(mean is None):
+                    two = [two[c] * factor for c in range(2)]
+                else:
+                    more = shared_floats(mean + column + 32 * (2 * block + i // 2), 2, 8)
+                    two = [fma(two[c], factor, more[c]) for c in range(2)]
+                out.append(bf16x2(*two))
+            at = (w.staged_line ^ (32 * j)) + (which + piece) * PIECE_BYTES
+            effect([at, *out], "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r")
+
+
+@cute.jit
+def send_staged(spec, w, which: cutlass.Constexpr, item, left: Int32, grads, kv_heads):
+    """The staged rows of dV (``which`` 0) or dK that exist to global memory: in one copy by TMA where all do."""
+    row, pieces = item.k0 + item.n * KEY_TILE + 16 * w.warp, spec.head_dim // PIECE
+    if left >= 16:
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        atom, staged = grads.rows.atoms[which], grads.rows.staged
+        first = cute.slice_(staged, (None, None, which + w.warp * slots(spec)))
+        inner = cute.slice_(staged.layout, (None, None, 0))
+        source = cute.make_tensor(first.iterator, cute.append(inner, cute.make_layout(pieces, stride=PIECE_BYTES // 2)))
+        there = cute.domain_offset((row, 0, 0), grads.rows.there[which][None, None, None, item.hk])
+        there = cute.local_tile(there, (16, PIECE, pieces), (0, 0, 0))
+        one, flat = cute.make_layout(1), [cute.group_modes(x, 0, 3) for x in (source, there)]
+        cute.copy(atom, *cpasync.tma_partition(atom, 0, one, *flat))
+        cute.arch.cp_async_bulk_commit_group()
+    else:
+        cute.arch.sync_warp()
+        lane, stride = pinned(w.lane), Int64(kv_heads) * (2 * spec.head_dim)
+        target = (grads.dk if const_expr(which) else grads.dv) + (Int64(row) * kv_heads + item.hk) * (2 * spec.head_dim) + 16 * (lane & 7)
+        for piece in cutlass.range_constexpr(pieces):
+            source = w.staging + (which + piece) * PIECE_BYTES
+            for r in cutlass.range(lane >> 3, left, 4, unroll=1):
+                words = shared_words(source + r * (2 * PIECE) + (((lane ^ r) & 7) << 4), 4)
+                at = target + (r * stride + 2 * PIECE * piece)
+                effect([at, *(words[i] for i in range(4))], "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r")
+        cute.arch.sync_warp()

@@ -45,10 +45,12 @@ def product(
     a_bytes: cutlass.Constexpr = 0,
     zero=None,
     fence: cutlass.Constexpr = True,
+    summed=None,
 ):
     """Issue ``acc (+)= a b`` over all K blocks as one wgmma group; ``fresh``: what ``acc`` held does not count. Operands of shared memory
     are given by the lower halves of their descriptors and the bytes of their rows; of the fragments ``a`` and ``b`` only the layouts count
-    then. ``zero``: as in :func:`described`. ``fence``: no product before has seen to the registers of this one.
+    then. ``zero``: as in :func:`described`. ``fence``: no product before has seen to the registers of this one. ``summed``: whether ``acc``
+    holds a sum already, known at run time only (None: ``not fresh``).
 
     From descriptor fragments the DSL makes 64-bit sums, five uniform instructions more a wgmma, each waiting for the one before.
     """
@@ -56,6 +58,8 @@ def product(
         warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not fresh)
+    if const_expr(summed is not None):
+        atom.set(warpgroup.Field.ACCUMULATE, summed)
     for k in cutlass.range_constexpr(cute.size(a.shape[2])):
         left, right = a[None, None, k], b[None, None, k]
         if const_expr(a_low is not None):

@@ -21,7 +21,7 @@ HARMLESS = {
     ("backward_main BackwardMain", "backward_compute.py probabilities", "backward_compute.py step"): "Q^T, which products read",
     **{
         ("backward_main BackwardMain", f"backward_halves.py {access}", "backward_halves.py step"): "Q^T, which products read"
-        for access in ("probabilities", "score_scale")
+        for access in ("means", "probabilities", "score_scale", "step")
     },
     **{
         ("kernel NormProjection", f"roles.py {access}", "roles.py free_piece"): "pieces of the weight, which products read"

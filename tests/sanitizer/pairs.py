@@ -72,10 +72,13 @@ PAIRS: tuple[Pair, ...] = (
         "before they are read, all that clear them meet at a named barrier",
     ),
     *(_statistics(f"{file}.py {f}") for file in ("compute", "halves") for f in ("probabilities", "score_gradients", "step")),
-    *(_statistics(f) for f in ("compute.py segment_factors", "halves.py first_exponent", "halves.py score_scale", "ops.py power_for")),
-    _record("copy_warp", "backward_load.py __init__"),
-    _record("copy_warp", "backward_dq.py largest_scale"),
-    _record("copy_warp", "backward_compute.py key_factors"),
+    *(_statistics(f) for f in ("compute.py segment_factors", "ops.py power_for")),
+    *(_statistics(f"halves.py {f}") for f in ("first_exponent", "means", "score_scale", "unit_of")),
+    *(
+        _record(warp, f"backward_{read}")
+        for warp in ("key_warp", "copy_warp")  # the second wrote it when the record was made
+        for read in ("load.py __init__", "dq.py largest_scale", "compute.py key_factors")
+    ),
     *(
         Pair(BACKWARD, write, "backward_dq.py agree", REUSE, "scales of a buffer of dS: " + MET.format("ds_empty"))
         for write in ("backward_compute.py store_codes", "backward_halves.py step")
