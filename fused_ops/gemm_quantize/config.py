@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 TILE = 128
-"""Tokens of a work item: the tile rule's unit; each of two consumer warpgroups computes 64 of them."""
+"""Tokens of a work item by the tile rule (else ``GemmSpec.flat``); each of two consumer warpgroups computes 64 of them."""
 MAX_COLUMNS = 128
 """Output columns of a CTA: 64 accumulators a thread, next to two sets of partial sums."""
 MAX_DIRECT_COLUMNS = 192
@@ -77,7 +77,7 @@ class GemmSpec:
 
     @property
     def flat(self) -> bool:
-        """No exponent depends on the sequence a row is of: tiles are of all rows, whole but for the last, and every CTA has as many."""
+        """No exponent depends on the sequence a row is of: an item is 64 rows of all, for a warpgroup, and every CTA has as many."""
         return self.direct
 
     @property

@@ -1,8 +1,8 @@
 """``gemm_quantize`` on Hopper: ``x [T, K] @ w [N, K]^T`` on wgmma, quantized from the accumulators; the product never reaches memory.
 
-A persistent CTA keeps the weights of up to 128 output columns in shared memory and walks 128-token tiles, by the tile rule or, where no
-exponent depends on a row's sequence, of all rows: the CTAs of one tile run side by side, so x comes from L2 for all but the first of them.
-Roles: ``sm90_roles``; from sums to codes: ``sm90_epilogue``.
+A persistent CTA keeps the weights of up to 128 output columns in shared memory (192 where sums are FP16 or stay in one accumulator) and
+walks 128-token tiles, by the tile rule, or, where no exponent depends on a row's sequence, 64 rows of all at a time: the CTAs of the same
+rows run side by side, so x comes from L2 for all but the first of them. Roles: ``sm90_roles``; from sums to codes: ``sm90_epilogue``.
 
 What the definition leaves open is the order and width of the sums. FP8 wgmma aligns the 32 products of an instruction and its accumulator
 to the largest exponent among them, cuts each off 13 places below it, and the result at 14 bits. At most 128 of K (four instructions) meet

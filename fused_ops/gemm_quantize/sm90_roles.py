@@ -1,10 +1,10 @@
 """The roles of the Hopper projection kernel: one producer warp, two warpgroups that compute in turn.
 
-Each warpgroup computes its half (64 tokens) of every 128-token tile, one warpgroup's products beside the other's epilogue: named barriers
-pass the turn. Within a turn, the tensor core sums a chunk of K for one part of the weight while the sums of the chunk before are scaled
-and added in FP32 (two sets of partial sums in registers). Sums in FP16 need no promotion: rows of x go to registers before the turn, which
-is nothing but products then, and arithmetic beside FP16 sums runs at 0.7 of its speed instead of 0.4. Which it is, a CTA finds out from its
-weight (``sums_fit``); both loops are compiled.
+Each warpgroup computes its half (64 tokens) of every 128-token tile, or every other 64 rows (``GemmSpec.flat``: neither role has to be
+told which), one warpgroup's products beside the other's epilogue: named barriers pass the turn. Within a turn, the tensor core sums a chunk
+of K for one part of the weight while the sums of the chunk before are scaled and added in FP32 (two sets of partial sums in registers).
+Sums in FP16 need no promotion: rows of x go to registers before the turn, which is nothing but products then, and arithmetic beside FP16
+sums runs at 0.7 of its speed instead of 0.4. Which it is, a CTA finds out from its weight (``sums_fit``); both loops are compiled.
 """
 
 import cutlass
