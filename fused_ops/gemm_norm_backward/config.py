@@ -30,8 +30,11 @@ FP8_STEP, FP8_SLOTS = 128, 2
 """With FP8 products: tokens of a step of the weight gradient; operands and tables of it in shared memory."""
 FP8_TILES = {1: 256, 2: 256, 3: 192}
 """With FP8 products: warpgroups of a CTA to the most columns whose sums, and those of a step, their registers hold."""
-AHEAD = 3
-"""Tokens of a run of the weight gradient that begins beside the input gradient, in times the others'."""
+SHARES = 64
+"""Runs of the weight gradient are this long, in some unit, but for those of crossing units, which may begin before the others."""
+HEAD_START = 0.096
+"""Time of the input gradient, over that of a unit of the weight gradient for all tokens of a tile (1.54 ms over 14.4 at 1.5 M x 512, less
+what runs beside it are slower)."""
 BESIDE_TOKENS = 1 << 18
 """From so many tokens on there are such runs."""
 SINGLE = "mx", "bfloat16"
@@ -112,6 +115,11 @@ class InputSpec:
         return 3 if self.roles and self.slab <= 128 else 2
 
     @property
+    def early(self) -> bool:
+        """With roles: registers hold the first of ``x`` and dv beside the last products."""
+        return self.groups == 2 or self.halves
+
+    @property
     def registers(self) -> tuple[int, int]:
         """With roles: registers of a computing thread, and of one of the first warpgroup."""
         return {2: (232, 40), 3: (160, 32)}[self.groups]
@@ -149,8 +157,11 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Compile key of the weight gradient ``[rows, columns]``. ``ahead``: with FP8 products, runs that begin beside the input gradient, on
-    multiprocessors that its clusters leave free; each has ``AHEAD`` times the others' tokens."""
+    """Compile key of the weight gradient ``[rows, columns]``.
+
+    With FP8 products, ``across``: units (a CTA or a pair) that two tiles have beside whole rounds of units, the middle one of an odd number
+    for either tile; their runs may be longer than others'. ``beside``: they begin beside the input gradient, on multiprocessors that its
+    clusters leave free."""
 
     rows: int
     columns: int
@@ -159,7 +170,8 @@ class WeightSpec:
     dense: bool
     warp_mma: bool = False
     run: int = RUN
-    ahead: int = 0
+    across: int = 0
+    beside: bool = False
 
     @property
     def codes(self) -> bool:
@@ -222,6 +234,26 @@ class WeightSpec:
     def pair(self) -> int:
         """With FP8 products: CTAs, one or two, that share what they read of xn."""
         return 2 if self.rows // self.tile_rows % 2 == 0 else 1
+
+    @property
+    def units(self) -> int:
+        """With FP8 products: units (a CTA or a pair) that see the same tokens."""
+        return self.tiles // self.pair
+
+    @property
+    def crossing(self) -> int:
+        """With FP8 products: units of ``across``."""
+        return self.across * self.units // 2
+
+    @property
+    def crossing_parts(self) -> int:
+        """With FP8 products: parts of a tile that they leave."""
+        return (self.across + 1) // 2
+
+    def fit_across(self, multiprocessors: int) -> int:
+        """The largest ``across`` for so many multiprocessors."""
+        across = multiprocessors // self.pair * 2 // self.units
+        return across - (across % 2 if self.units % 2 else 0)
 
     @property
     def fp8_stages(self) -> int:

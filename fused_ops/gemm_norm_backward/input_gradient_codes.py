@@ -30,6 +30,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass import Float8E4M3FN as E4M3
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import T
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
@@ -61,7 +62,7 @@ from fused_ops.rings import release
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.halves import fma2, mul2
 from lp_fa4.common.matrices import shared_words
-from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, pinned, prmt, quad_sum, scale_of_byte
+from lp_fa4.common.numbers import bits_of, e4m3x4_to_float, effect, float_of, inline_ptx, pinned, prmt, quad_sum, scale_of_byte
 from lp_fa4.common.rows import fma
 from lp_fa4.compile import build, fake, fake_offsets, kernel_cache, symbol
 from lp_fa4.sm90.wgmma import low_half, product
@@ -387,7 +388,8 @@ class InputGradientOfCodes(InputGradient):
 
     @cute.jit
     def write_groups(self, io, at, bars, place: cute.Tensor, token0: Int32, table: Int32, row: Int32, ring: cute.Tensor):
-        """Exponents of a tile within one sequence, at most three groups of tokens, eight lanes each: warp 2 those of dk, warp 3 of dv."""
+        """Exponents of a tile within one sequence, at most three groups of tokens, eight lanes each: one warp those of dk,
+        the other of dv."""
         spec = self.spec
         dv: Any = spec.dv
         lane, begin = cute.arch.lane_idx(), place[1]
@@ -397,7 +399,7 @@ class InputGradientOfCodes(InputGradient):
         many, few = spec.rows // 32, spec.slab // 32
         entry, here = (EXPONENTS + g * (4 * spec.entry_words) for g in (group, (offset + row) >> 5))
         entry = table + entry
-        if at.warp == 2:
+        if (at.warp + (token0 >> 6)) % 2 == 0:  # in turn: what one has to do is four times the other's
             address, top = scale_address(io.dk_scale, scales, spec.dk.static), Int32(0)
             bytes_ = cute.make_rmem_tensor((2, -(-many // 16)), Int32)
             for k in cutlass.range_constexpr(-(-many // 16)):
@@ -550,8 +552,8 @@ class InputGradientOfCodes(InputGradient):
         self, mma, b, acc: cute.Tensor, operands, s, bars, table: Int32, tile: Int32, turn: Int32, row: Int32, at, group: Int32,
         phases: cute.Tensor,
     ):  # fmt: skip
-        """``acc`` = the tile's codes times the slab; with two groups the last products run on, under which :meth:`norm` asks for ``x``
-        (three have no registers for both)."""
+        """``acc`` = the tile's codes times the slab; the last products run on, under which :meth:`norm` asks for ``x``, where registers
+        are enough for both."""
         spec = self.spec
         quad = cute.arch.lane_idx() % 4
         place = low_half(s.w)
@@ -574,6 +576,7 @@ class InputGradientOfCodes(InputGradient):
             for h in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
                     words.append(shared_words((source ^ (16 * h)) + stage * CODE_BOX + 8 * CODES * i, 4))
+            release(bars.dk_empty + (stage + zero_after(words, at.limit)))  # as soon as they have come: the ring is a tile deep
             if const_expr(c + 1 < self.chunks):
                 ready = peek_stage(bars.dk_full + group * spec.dk_stages, stage_of(turn, self.chunks, c + 1, spec.dk_stages), phases, 0)
             if tile * TILE + TILE > at.total:  # rows past the end
@@ -597,8 +600,7 @@ class InputGradientOfCodes(InputGradient):
                         for n in cutlass.range_constexpr(16):
                             a[n] = mul2(a[n], factors[n % 2])
                 product(mma, acc, operand, b, c + h == 0, place + (2 * c + h) * (8 * spec.slab), 128)
-            release(bars.dk_empty + stage)
-        if const_expr(spec.groups == 3):
+        if const_expr(not spec.early):
             warpgroup.wait_group(0)
 
     @cute.jit
@@ -709,7 +711,7 @@ class InputGradientOfCodes(InputGradient):
                                 extras[q, i].fill(0)
                 if const_expr(q % 2 == 1):
                     release(bars.x_empty + stage)
-                if const_expr(q == 0 and spec.groups == 2):  # the first of ``x`` and dv came to registers under the last products
+                if const_expr(q == 0 and spec.early):  # the first of ``x`` and dv came to registers under the last products
                     warpgroup.wait_group(0)
                 gain = cute.make_rmem_tensor(8, Float32)
                 load_shared(s.gains.iterator + (32 * q + 8 * quad), gain)
@@ -796,6 +798,13 @@ def await_stage(full, stage: Int32, phases: cute.Tensor, ring: cutlass.Constexpr
     if not ready:
         cute.arch.mbarrier_wait(full + stage, (phases[ring] >> stage) & 1)
     phases[ring] = phases[ring] ^ (1 << stage)
+
+
+def zero_after(words, count: Int32):
+    """0, known once loads of shared memory have come: an arrival at an address that it is part of does not overtake them. ``words``: their
+    registers; ``count``: what is not negative, unknown at compile time (a shift by 32 leaves nothing)."""
+    last = words[0][3] | words[1][3] | words[2][3] | words[3][3]
+    return Int32(inline_ptx(T.i32(), [last, 32 + (count >> 31)], "shr.b32 $0, $1, $2;", "=r,r,r"))
 
 
 def store_words(address: Int64, words: cute.Tensor):

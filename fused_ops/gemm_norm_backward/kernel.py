@@ -5,12 +5,23 @@ Against the reference, what differs is the order of FP32 sums (inside the MMA, o
 exponents and the weight are BF16 numbers.
 """
 
+import dataclasses
 import functools
 
 import torch
 from torch import Tensor
 
-from fused_ops.gemm_norm_backward.config import BESIDE_TOKENS, RUN, TILE, InputSpec, Operand, WeightSpec, reasons_against
+from fused_ops.gemm_norm_backward.config import (
+    BESIDE_TOKENS,
+    HEAD_START,
+    RUN,
+    SHARES,
+    TILE,
+    InputSpec,
+    Operand,
+    WeightSpec,
+    reasons_against,
+)
 from fused_ops.operands import Weight, to_float
 from lp_fa4.common.backward_host import aligned_rows
 from lp_fa4.compile import arch_of, dtype_name, launch, multiprocessors
@@ -79,11 +90,11 @@ def input_gradient(
     offsets: Tensor | None,
     need_x: bool,
     need_norm: bool,
-    beside: int | None = None,
+    beside: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """``(dx, dnorm_weight)``, the latter in parts that are still to be added; None where not needed. T >= 1, B >= 1.
 
-    ``beside``: clusters that are left out for a launch that begins beside this one; None where none does."""
+    ``beside``: the next launch begins beside this one."""
     from fused_ops.gemm_norm_backward.input_gradient import compile_input_gradient
     from fused_ops.gemm_norm_backward.input_gradient_codes import compile_input_gradient_of_codes
 
@@ -102,10 +113,10 @@ def input_gradient(
         need_norm=need_norm,
         warp_mma=arch_of(device) != "sm_90a",
         half_sums=True,
-        beside=beside is not None,
+        beside=beside,
     )
     tiles = -(-x.shape[0] // TILE)
-    clusters = min(clusters_of(device, spec.cluster) - (beside or 0), -(-tiles // spec.groups))
+    clusters = min(clusters_of(device, spec.cluster), -(-tiles // spec.groups))
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if need_x else None
     parts = torch.empty(clusters * spec.groups * 4, columns, dtype=torch.float32, device=device) if need_norm else None
     compile_it = compile_input_gradient_of_codes if spec.roles else compile_input_gradient
@@ -129,51 +140,56 @@ def input_gradient(
     return dx, parts
 
 
-def runs_beside(dk: Tensor | MXTensor, dv: Tensor | MXTensor | None, x: Tensor, xn: Tensor | MXTensor) -> tuple[int, int]:
-    """Runs of the weight gradient that begin beside the input gradient, on the multiprocessors that its clusters of four leave free (12 of
-    132), and clusters that it leaves out so that these hold whole runs; 0 and 0 where that does not serve."""
+def free_beside(dk: Tensor | MXTensor, dv: Tensor | MXTensor | None, x: Tensor, xn: Tensor | MXTensor) -> int:
+    """Multiprocessors that clusters of four of the input gradient leave free (12 of 132), where the weight gradient can begin; else 0."""
     device, (tokens, rows), columns = x.device, dk.shape, x.shape[1]
     left, extra, right = (kind(matrix) for matrix in (dk, dv, xn))
     assert left is not None and right is not None
     if arch_of(device) != "sm_90a" or tokens < BESIDE_TOKENS:
-        return 0, 0
+        return 0
     dx = InputSpec(rows, columns, dtype_name(x), left, extra, mean=True, dense=True, need_x=True, need_norm=True)
     dw = WeightSpec(rows, columns, left, right, dense=True)
-    if not (dx.roles and dw.fp8):
-        return 0, 0
-    free = multiprocessors(device) - clusters_of(device, dx.cluster) * dx.cluster
-    if free == 0:
-        return 0, 0
-    fewer = -free % dw.tiles // dx.cluster
-    runs = (free + fewer * dx.cluster) // dw.tiles
-    return (runs, fewer) if runs > 0 else (0, 0)
+    free = multiprocessors(device) - clusters_of(device, dx.cluster) * dx.cluster if dx.roles and dw.fp8 else 0
+    return free if dw.fit_across(free) > 0 else 0
 
 
-def weight_gradient(dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tensor | None, ahead: int = 0) -> Tensor:
-    """``dk^T @ xn`` in FP32 parts ``[n, N, C]`` that are still to be added. T >= 1, B >= 1. ``ahead``: ``WeightSpec.ahead``."""
+def weight_runs(dk: Tensor | MXTensor, xn: Tensor | MXTensor, dense: bool, free: int = 0) -> tuple[WeightSpec, Tensor, int]:
+    """What the weight gradient is compiled for; where it leaves FP32 parts ``[n, N, C]`` that are still to be added; how much longer runs
+    of crossing units are than others', times ``SHARES``. ``free``: multiprocessors on which it begins beside the input gradient."""
+    device, (tokens, rows), columns = dk.device, dk.shape, xn.shape[1]
+    left, right = kind(dk), kind(xn)
+    assert left is not None and right is not None
+    spec = WeightSpec(rows, columns, left, right, dense=dense, warp_mma=arch_of(device) != "sm_90a", run=RUN)
+    count, share = multiprocessors(device), SHARES
+    runs, held = spec.splits(tokens, count), count // spec.pair
+    if spec.fp8 and free > 0:
+        spec = dataclasses.replace(spec, across=spec.fit_across(free), beside=True)
+        runs = max(1, (held - spec.crossing) // spec.units)
+        # with H units ahead by h and U in all, each tile by one unit in 1: all end together after (Q - H h) / U and h more
+        units = spec.crossing + runs * spec.units
+        share += round(SHARES * HEAD_START * units / max(0.5, spec.units - spec.crossing * HEAD_START))
+    elif spec.fp8 and runs == held // spec.units:  # units that are left over take a share of two tiles
+        spec = dataclasses.replace(spec, across=spec.fit_across(count - runs * spec.tiles))
+    parts = torch.empty(runs + spec.crossing_parts, rows, columns, dtype=torch.float32, device=device)
+    return spec, parts, share
+
+
+def weight_gradient(
+    dk: Tensor | MXTensor, xn: Tensor | MXTensor, offsets: Tensor | None, runs: tuple[WeightSpec, Tensor, int] | None = None
+) -> Tensor:
+    """``dk^T @ xn`` in FP32 parts ``[n, N, C]`` that are still to be added. T >= 1, B >= 1. ``runs``: of :func:`weight_runs`."""
     from fused_ops.gemm_norm_backward.weight_gradient import compile_weight_gradient
     from fused_ops.gemm_norm_backward.weight_gradient_codes import compile_weight_gradient_of_codes
     from fused_ops.gemm_norm_backward.weight_gradient_fp8 import compile_weight_gradient_fp8
 
-    device, (tokens, rows), columns = dk.device, dk.shape, xn.shape[1]
-    (dk_kind, dk, dk_scale), (xn_kind, xn, xn_scale) = operand(dk), operand(xn)
-    assert dk_kind is not None and xn_kind is not None
-    spec = WeightSpec(
-        rows,
-        columns,
-        dk_kind,
-        xn_kind,
-        dense=offsets is None,
-        warp_mma=arch_of(device) != "sm_90a",
-        run=RUN,
-        ahead=ahead,
-    )
-    parts = torch.empty(spec.splits(tokens, multiprocessors(device)), rows, columns, dtype=torch.float32, device=device)
+    device = dk.device
+    spec, parts, share = runs or weight_runs(dk, xn, offsets is None)
+    (_, dk, dk_scale), (_, xn, xn_scale) = operand(dk), operand(xn)
     compile_it = compile_weight_gradient_of_codes if spec.codes else compile_weight_gradient
     if spec.fp8:
         compile_it = compile_weight_gradient_fp8
     compiled = compile_it(arch_of(device), None if offsets is None else dtype_name(offsets), spec)
-    launch(compiled, device, dk, dk_scale, xn, xn_scale, offsets, parts)
+    launch(compiled, device, dk, dk_scale, xn, xn_scale, offsets, parts, *([share] if spec.fp8 else []))
     return parts
 
 
@@ -204,12 +220,13 @@ def gemm_norm_backward(
         zeros += [torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in (norm_weight.shape, w_k.shape)]
         return tuple(z if need else None for z, need in zip(zeros, (need_x, need_norm, need_w), strict=True))  # type: ignore[return-value]
     need_w, need_input = need_w and xn is not None, need_x or need_norm
-    ahead, fewer = runs_beside(dk, dv, x, xn) if need_w and need_input else (0, 0)
-    dx, narrow, wide = None, None, None
+    dx, narrow, wide, runs, free = None, None, None, None, 0
+    if need_w:  # its memory before dx is launched: dW may write there beside it
+        free = free_beside(dk, dv, x, xn) if need_input else 0  # type: ignore[arg-type]
+        runs = weight_runs(dk, xn, offsets is None, free)  # type: ignore[arg-type]
     if need_input:
-        beside = fewer if ahead > 0 else None
-        dx, narrow = input_gradient(dk, dv, dv_mean, w_k, x, norm_weight, rstd, offsets, need_x, need_norm, beside)
+        dx, narrow = input_gradient(dk, dv, dv_mean, w_k, x, norm_weight, rstd, offsets, need_x, need_norm, free > 0)
     if need_w:
-        wide = weight_gradient(dk, xn, offsets, ahead)
+        wide = weight_gradient(dk, xn, offsets, runs)  # type: ignore[arg-type]
     dw, dgamma = added(x.device, wide, narrow)
     return dx, dgamma, dw

@@ -25,7 +25,7 @@ from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fused_ops.gemm_norm_backward.arguments import fake_weight_gradient
-from fused_ops.gemm_norm_backward.config import AHEAD, FP8_SLOTS, FP8_STEP, WeightSpec
+from fused_ops.gemm_norm_backward.config import FP8_SLOTS, FP8_STEP, SHARES, WeightSpec
 from fused_ops.gemm_norm_backward.rows import (
     GROUP,
     load_byte,
@@ -77,6 +77,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
         xn_scale: cute.Tensor,
         offsets: cute.Tensor,
         parts: cute.Tensor,
+        share: Int32,
         stream,
     ):
         spec = self.spec
@@ -92,13 +93,14 @@ class WeightGradientFp8(WeightGradientOfCodes):
         xn_atom, t_xn = boxes_of(xn, shared, spec.pair)
         major, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
         mma = hopper.make_trivial_tiled_mma(E4M3, E4M3, major, major, Float32, (1, 1, 1), (64, spec.part), source)
-        self.kernel_fp8(mma, dk_atom, t_dk, xn_atom, t_xn, dk_scale, xn_scale, offsets, parts, Int32(dk.shape[0]), codes, operand).launch(
-            grid=[spec.tiles * Int32(parts.shape[0]), 1, 1],
+        tokens, units = Int32(dk.shape[0]), spec.crossing + spec.units * (Int32(parts.shape[0]) - spec.crossing_parts)
+        self.kernel_fp8(mma, dk_atom, t_dk, xn_atom, t_xn, dk_scale, xn_scale, offsets, parts, tokens, share, codes, operand).launch(
+            grid=[spec.pair * units, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[spec.pair, 1, 1] if spec.pair > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=spec.ahead > 0,
+            use_pdl=spec.beside,
         )
 
     def layouts(self):
@@ -124,6 +126,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
         offsets: cute.Tensor,
         parts: cute.Tensor,
         tokens: Int32,
+        share: Int32,
         l_codes: cute.ComposedLayout,
         l_operand: cute.ComposedLayout,
     ):
@@ -163,22 +166,19 @@ class WeightGradientFp8(WeightGradientOfCodes):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-        tile, split = bid % spec.tiles, bid // spec.tiles
-        tall = spec.rows // spec.tile_rows
-        row0, column0 = tile % tall * spec.tile_rows, tile // tall * spec.tile_columns  # a pair has the same columns
         batch, total = Int32(1), tokens
         if const_expr(not spec.dense):
             batch = Int32(offsets.shape[0]) - 1
             total = Int32(offsets[batch])
-        steps, splits = cute.ceil_div(total, FP8_STEP), Int32(parts.shape[0])
-        # The first runs have longer, beside the launch before.
-        shares, begin, end = (n + (AHEAD - 1) * cutlass.min(n, spec.ahead) for n in (splits, split, split + 1))
-        first = cute.arch.make_warp_uniform(Int32(Int64(steps) * begin // shares))
-        last = cute.arch.make_warp_uniform(Int32(Int64(steps) * end // shares))
+        unit = cute.arch.make_warp_uniform(bid // spec.pair)
+        runs = Int32(parts.shape[0]) - spec.crossing_parts
+        steps, across = cute.ceil_div(total, FP8_STEP), spec.across * share
         t = Bundle(
-            dk_scale=dk_scale, xn_scale=xn_scale, offsets=offsets, parts=parts, row0=row0, column0=column0, batch=batch, total=total,
-            first=first, last=last, split=split, rank=bid % spec.pair,
+            dk_scale=dk_scale, xn_scale=xn_scale, offsets=offsets, parts=parts, batch=batch, total=total, steps=steps, runs=runs, unit=unit,
+            crossed=Int32(Int64(steps) * across // (across + 2 * SHARES * runs)), rank=bid % spec.pair,
         )  # fmt: skip
+        if const_expr(spec.across % 2 == 0):
+            t = self.run(t, Int32(0))
         s = Bundle(
             tables=Int32(store.tables.data_ptr().toint()),
             codes=Int32(store.codes.data_ptr().toint()),
@@ -204,6 +204,42 @@ class WeightGradientFp8(WeightGradientOfCodes):
         if const_expr(spec.pair > 1):  # the other CTA may still write and arrive here
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def runs(self, t):
+        """How many tiles a unit has a run of: one, but for the middle one of an odd number of crossing units of two tiles."""
+        count = Int32(1)
+        if (t.unit < self.spec.crossing) & (t.unit % self.spec.across == self.spec.across // 2):
+            count = Int32(2)
+        return count
+
+    @cute.jit
+    def run(self, t, n: Int32):
+        """The ``n``-th run of this CTA's unit: its tile of the result, its steps, its place among the tile's parts.
+
+        Two tiles share ``across`` units of the first ones, which take the first ``crossed`` steps of each; others share the rest.
+        """
+        spec = self.spec
+        run, tile = (t.unit - spec.crossing) // spec.units, (t.unit - spec.crossing) % spec.units
+        rest = t.steps - t.crossed
+        first = t.crossed + Int32(Int64(rest) * run // t.runs)
+        last = t.crossed + Int32(Int64(rest) * (run + 1) // t.runs)
+        split = spec.crossing_parts + run
+        if const_expr(spec.across > 0):  # noqa: SIM102 - one is decided at compile time
+            if t.unit < spec.crossing:
+                i = t.unit % spec.across
+                side = 2 * i // spec.across + n
+                tile = t.unit // spec.across * 2 + side
+                first = Int32(Int64(2 * t.crossed) * i // spec.across)
+                last = Int32(Int64(2 * t.crossed) * (i + 1) // spec.across)
+                first = cutlass.max(first, side * t.crossed) - side * t.crossed
+                last = cutlass.min(last, (side + 1) * t.crossed) - side * t.crossed
+                split = i - side * (spec.across // 2)
+        tall = spec.rows // spec.tile_rows
+        tile = tile * spec.pair + t.rank
+        first, last = cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+        row0, column0 = tile % tall * spec.tile_rows, tile // tall * spec.tile_columns  # a pair has the same columns
+        return Bundle(**{name: getattr(t, name) for name in KEPT}, row0=row0, column0=column0, first=first, last=last, split=split)
 
     # --- the first warpgroup ----------------------------------------------------------------------------------------------
     @cute.jit
@@ -234,8 +270,18 @@ class WeightGradientFp8(WeightGradientOfCodes):
         near = cute.make_rmem_tensor(self.sets + 1, Int32)
         rows = cute.make_rmem_tensor(4, Int32)
         ring = cute.make_rmem_tensor(2, Int32)
-        for tensor in (place, near, rows, ring):
+        for tensor in (near, rows, ring):
             tensor.fill(0)
+        if const_expr(self.spec.across % 2 == 0):
+            self.tabulate_run(t, s, bars, place, near, rows, ring)
+        else:
+            for n in cutlass.range(self.runs(t), unroll=1):
+                self.tabulate_run(self.run(t, n), s, bars, place, near, rows, ring)
+
+    @cute.jit
+    def tabulate_run(self, t, s, bars, place: cute.Tensor, near: cute.Tensor, rows: cute.Tensor, ring: cute.Tensor):
+        """Tables of a run."""
+        place.fill(0)
         if t.first < t.last:
             self.find_scales(t, place, t.first, near, rows)
         for step in cutlass.range(t.first, t.last, unroll=1):
@@ -331,9 +377,23 @@ class WeightGradientFp8(WeightGradientOfCodes):
         selector = Int32(0x6420) + 0x1111 * (lane // 16)
         ring = cute.make_rmem_tensor(6, Int32)  # stage and its phase, slot and its phase; the stage that is filled next
         ring.fill(0)
-        ahead = spec.fp8_stages - 1
         if const_expr(copies is not None):
             ring[5] = Int32(1)
+        if const_expr(spec.across % 2 == 0):
+            self.turn_run(t, bars, plain, source, target, selector, column, ring, first, count, copies)
+        else:
+            for n in cutlass.range(self.runs(t), unroll=1):
+                self.turn_run(self.run(t, n), bars, plain, source, target, selector, column, ring, first, count, copies)
+
+    @cute.jit
+    def turn_run(
+        self, t, bars, plain: Int32, source: Int32, target: Int32, selector: Int32, column: Int32, ring: cute.Tensor, first: Int32,
+        count: cutlass.Constexpr, copies,
+    ):  # fmt: skip
+        """Those of a run."""
+        spec = self.spec
+        lane, ahead = cute.arch.lane_idx(), spec.fp8_stages - 1
+        if const_expr(copies is not None):
             for step in cutlass.range(t.first, cutlass.min(t.first + ahead, t.last), unroll=1):
                 self.ask(t, bars, *copies, step, ring_of(ring, 4))
         for step in cutlass.range(t.first, t.last, unroll=1):
@@ -383,10 +443,8 @@ class WeightGradientFp8(WeightGradientOfCodes):
         lane = cute.arch.lane_idx()
         pieces = spec.tile_columns // spec.part
         acc = cute.make_rmem_tensor((spec.part // 2, pieces), Float32)
-        acc.fill(0.0)
         partial = cute.make_rmem_tensor(mma.partition_shape_C((64, spec.part)), Float32)
         operand = mma.make_fragment_A(mma.partition_shape_A((64, FP8_STEP)))
-        a = cute.recast_tensor(operand, Int32)
         block = 2 * group + warp // 2
         # matrices of 8 tokens and 16 columns: lane n holds the address of token n of 32
         source = s.codes + group * BOX + lane * 64 + ((warp ^ (lane // 2 % 4)) << 4)
@@ -394,15 +452,33 @@ class WeightGradientFp8(WeightGradientOfCodes):
         unit_at = s.tables + self.rows_of_blocks * FACTORS + 4 * block
         ring = cute.make_rmem_tensor(4, Int32)
         ring.fill(0)
+        held = Bundle(source=source, factors_at=factors_at, unit_at=unit_at)
+        if const_expr(spec.across % 2 == 0):
+            self.sum_run(t, s, bars, mma, b, acc, partial, operand, held, ring)
+        else:
+            for n in cutlass.range(self.runs(t), unroll=1):
+                self.sum_run(self.run(t, n), s, bars, mma, b, acc, partial, operand, held, ring)
+        if const_expr(spec.beside):  # who comes after waits for the launch before, too
+            cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def sum_run(
+        self, t, s, bars, mma, b: cute.Tensor, acc: cute.Tensor, partial: cute.Tensor, operand: cute.Tensor, held, ring: cute.Tensor
+    ):  # fmt: skip
+        """Sums of a run, to memory."""
+        spec = self.spec
+        lane, pieces = cute.arch.lane_idx(), spec.tile_columns // spec.part
+        a = cute.recast_tensor(operand, Int32)
+        acc.fill(0.0)
         for step in cutlass.range(t.first, t.last, unroll=1):
             stage, slot = ring[0], ring[2]
             cute.arch.mbarrier_wait(bars.full + stage, ring[1])
-            fragments = [load_matrices(source + stage * (self.boxes * BOX) + h * 2048, transposed=True) for h in range(FP8_STEP // 32)]
+            fragments = [load_matrices(held.source + stage * (self.boxes * BOX) + h * 2048, transposed=True) for h in range(FP8_STEP // 32)]
             cute.arch.mbarrier_wait(bars.table + slot, ring[3])
-            word = shared_words(unit_at + slot * self.table_bytes, 1)[0]
+            word = shared_words(held.unit_at + slot * self.table_bytes, 1)[0]
             early = None
             if const_expr(spec.groups == 3):  # on their way beside it (two groups have no registers left)
-                early = shared_words(factors_at + slot * self.table_bytes, 4)
+                early = shared_words(held.factors_at + slot * self.table_bytes, 4)
             unit, even = float_of(word & ~EVEN), cute.arch.vote_all_sync(word < 0)
             left = t.total - step * FP8_STEP
             if left < FP8_STEP:
@@ -415,7 +491,7 @@ class WeightGradientFp8(WeightGradientOfCodes):
                     self.take(a, fragments[h], h, None)
             else:
                 for h in cutlass.range_constexpr(FP8_STEP // 32):
-                    at = factors_at + (slot * self.table_bytes + 64 * h)
+                    at = held.factors_at + (slot * self.table_bytes + 64 * h)
                     self.take(a, fragments[h], h, early if const_expr(h == 0 and early is not None) else shared_words(at, 4))
             cute.arch.fence_view_async_shared()  # this warp's loads of the codes come before the copy that replaces them
             release(bars.empty + stage)
@@ -429,8 +505,6 @@ class WeightGradientFp8(WeightGradientOfCodes):
                     acc[n, p] = fma(partial[n], unit, acc[n, p])
             advance(ring, 0, spec.fp8_stages)
             advance(ring, 2, FP8_SLOTS)
-        if const_expr(spec.ahead > 0):  # memory may be given again that the launch before still reads; who comes after waits for it too
-            cute.arch.griddepcontrol_wait()
         self.store_sums(t, acc)
 
     def take(self, a: cute.Tensor, words, h: int, factors):
@@ -459,6 +533,10 @@ class WeightGradientFp8(WeightGradientOfCodes):
                     pair[n] = acc[n + 2 * i + 4 * (j % (spec.part // 8)), j // (spec.part // 8)] * unit
                 pointer = cute.make_ptr(Float32, address + 4 * (i * spec.columns + 8 * j), cute.AddressSpace.gmem, assumed_align=8)
                 cute.autovec_copy(pair, cute.make_tensor(pointer, cute.make_layout(2)))
+
+
+KEPT = ("dk_scale", "xn_scale", "offsets", "parts", "batch", "total", "rank")
+"""What a run has of its unit."""
 
 
 def ring_of(ring: cute.Tensor, at: int):
@@ -490,5 +568,6 @@ def rounded(codes, first, second):
 
 @kernel_cache
 def compile_weight_gradient_fp8(arch: str, offsets_dtype: str | None, spec: WeightSpec):
-    """Compile for ``arch``. Arguments at launch: those of ``fake_weight_gradient``."""
-    return build(arch, WeightGradientFp8(spec), *fake_weight_gradient(offsets_dtype, spec))
+    """Compile for ``arch``. Arguments at launch: those of ``fake_weight_gradient``, and how much longer runs of crossing
+    units are than others\', times ``SHARES``."""
+    return build(arch, WeightGradientFp8(spec), *fake_weight_gradient(offsets_dtype, spec), Int32(1))

@@ -185,13 +185,13 @@ def check(arguments, got, needs=(True, True, True), arch: str = "sm_90a") -> dic
     return errors
 
 
-def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, True), run: int = RUN, ahead: int = 0, **options) -> Case:
-    """One call of the kernels. ``run``: tokens of a segment of dW; ``ahead``: runs of it that begin beside dx."""
+def backward(arch: str, lengths, rows: int, columns: int, *, needs=(True, True, True), run: int = RUN, free: int = 0, **options) -> Case:
+    """One call of the kernels. ``run``: tokens of a segment of dW; ``free``: multiprocessors on which it begins beside dx."""
     poison()
     arguments = problem(lengths, rows, columns, **options)
 
     def call():
-        beside = mock.patch.object(kernel, "runs_beside", lambda *_: (ahead, 0))
+        beside = mock.patch.object(kernel, "free_beside", lambda *_: free)
         with host(arch), mock.patch.object(kernel, "RUN", run), beside:
             return gemm_norm_backward(*arguments, *needs)
 

@@ -49,7 +49,8 @@ def main(arch: str) -> None:
             else:
                 fp8 = "FP8" in kernel
                 left, right = (Operand(32), Operand(128, fp8 or not hopper)) if of_codes or not hopper else (Operand(0), Operand(0))
-                spec = WeightSpec(size, size, left, right, dense=False, warp_mma=not hopper)
+                across = 3 if fp8 and size == 512 and hopper else 0  # what 132 multiprocessors have beside dx
+                spec = WeightSpec(size, size, left, right, dense=False, warp_mma=not hopper, across=across, beside=across > 0)
                 assert spec.codes == of_codes and spec.fp8 == fp8
                 compile_it = compile_weight_gradient_of_codes if of_codes else compile_weight_gradient
                 (compile_weight_gradient_fp8 if fp8 else compile_it)(arch, "int32", spec)

@@ -39,7 +39,11 @@ CASES = {
     "roles: sums in stages that are filled again": dict(
         lengths=[300, 0, 601], rows=128, columns=192, capacity=9, bad=[3, 340], needs=[False, True, False]
     ),
-    "the first runs of dW begin beside dx": dict(lengths=[300, 0, 131, 7], rows=128, columns=128, capacity=3, even=True, ahead=2),
+    "the first runs of dW begin beside dx": dict(lengths=[300, 0, 131, 7], rows=128, columns=128, capacity=3, even=True, free=2),
+    "a run of dW beside dx belongs to two tiles": dict(
+        lengths=[300, 0, 731, 407], rows=128, columns=512, capacity=3, xn=[0, 128], even=True, bad=[3], free=3
+    ),
+    "a pair's run of dW belongs to two tiles": dict(lengths=[301, 0, 231], rows=256, columns=512, capacity=3, xn=[0, 128], free=2),
     "everything": dict(lengths=LENGTHS, rows=64, columns=64, capacity=9, xn=[32, 32]),
     "dense, BF16 gradients, FP16 rows with gaps": dict(
         lengths=None, tokens=65, rows=64, columns=64, dk="bfloat16", dv=None, xn="bfloat16", mean=False, dtype="float16", strided=True

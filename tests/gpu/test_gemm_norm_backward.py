@@ -51,12 +51,12 @@ def test_many_launches_agree(size):
 def test_weight_gradient_begins_beside_the_input_gradient():
     """On multiprocessors that clusters of four leave free: right, the same bits every time, rows of dx those of a call alone."""
     from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward as kernel
-    from fused_ops.gemm_norm_backward.kernel import runs_beside
+    from fused_ops.gemm_norm_backward.kernel import free_beside
 
     lengths = torch.randint(1, 4096, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     arguments, first = run(lengths, 512, 512)
     dk, dv, _, _, x, _, _, xn, _ = arguments
-    if runs_beside(dk, dv, x, xn)[0] == 0:
+    if free_beside(dk, dv, x, xn) == 0:
         pytest.skip("clusters of four fill this device, or the driver does not say that they do not")
     for _ in range(20):
         for got, want in zip(kernel(*arguments, True, True, True), first, strict=True):
