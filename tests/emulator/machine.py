@@ -122,6 +122,7 @@ class Machine:
         self.step_limit, self.steps = step_limit, 0
         self.hits = [0] * len(self.compiled.units)
         self.events = 0
+        self.spins = False  # whether warps have been seen to spin on memory
         self._layout(program)
         self._parameters(extents)
         self.async_queues: dict[Any, deque[Callable[[], None]]] = {}

@@ -93,9 +93,11 @@ class Fair(Scheduler):
                 progress = True
             self._retire(machine)
             if progress:
-                # warps that spin on memory make progress for ever: let other clusters in
+                # warps that spin on memory make progress for ever: let other clusters in; from then on in short turns, or thousands of
+                # completions would take a long spin each
                 spins, seen = (spins + 1, seen) if machine.events == seen else (0, machine.events)
-                if spins > 8:
+                if spins > (1 if machine.spins else 8):
+                    machine.spins = True
                     machine.admit()
                     if queues:
                         machine.complete_one(next(iter(queues)))

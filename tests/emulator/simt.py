@@ -388,7 +388,7 @@ class Gang:
     def run(self) -> bool:
         """Run until every fragment sleeps or ended, or the quantum is used up; True if anything was executed."""
         units, fragments, machine = self.units, self.fragments, self.machine
-        progress, turns, steps = False, QUANTUM, 0
+        progress, turns, steps = False, 1 if machine.spins else QUANTUM, 0
         hits = machine.hits
         taint_step = None if self.clock is None else self.clock.taint_step
         registers = None if self.clock is None else self.clock.registers

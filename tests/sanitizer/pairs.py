@@ -59,8 +59,8 @@ PAIRS: tuple[Pair, ...] = (
         "exponents of a stage: " + MET.format("k_empty"),
     ),
     *(
-        Pair(FORWARD, "forward_producer.py produce", f"forward_epilogue.py {f}", REUSE, "an item's record: " + MET.format("q_empty"))
-        for f in ("finish", "finish_split")
+        Pair(FORWARD, "forward_producer.py produce", f"forward_{f}", REUSE, "an item's record: " + MET.format("q_empty"))
+        for f in ("consumer.py consume", "epilogue.py finish", "epilogue.py finish_split")
     ),
     Pair(FORWARD, "forward_producer.py produce", "forward_turn.py turn_values", REUSE, "a plain tile's record: " + MET.format("v_full")),
     Pair(
@@ -108,7 +108,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py compute", PUBLISH, TABLE),
     Pair(WEIGHT, "weight_gradient_codes.py write_table", "weight_gradient_codes.py converted", PUBLISH, TABLE),
-    Pair(WEIGHT_FP8, "weight_gradient_fp8.py write_step", "weight_gradient_fp8.py sum_steps", PUBLISH, TABLE),
+    Pair(WEIGHT_FP8, "weight_gradient_fp8.py write_step", "weight_gradient_fp8.py sum_run", PUBLISH, TABLE),
     *(
         Pair(INPUT, f"input_gradient_codes.py {write}", f"input_gradient_codes.py {read}", PUBLISH, TABLE)
         for write in ("tabulate", "write_groups", "write_rows")
