@@ -50,8 +50,8 @@ def test_many_launches_agree(size):
 
 def test_weight_gradient_begins_beside_the_input_gradient():
     """On multiprocessors that clusters of four leave free: right, the same bits every time, rows of dx those of a call alone."""
-    from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward as kernel
     from fused_ops.gemm_norm_backward.kernel import free_beside
+    from fused_ops.gemm_norm_backward.kernel import gemm_norm_backward as kernel
 
     lengths = torch.randint(1, 4096, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     arguments, first = run(lengths, 512, 512)
