@@ -80,8 +80,8 @@ def test_companions_compile(dtype):
             sequence_vectors._compile_means("sm_90a", dtype, dim, x, x)
         sequence_vectors._compile_sum("sm_90a", dtype, dim)
         forward_merge._compile_merge("sm_90a", dtype, ForwardSpec(dim, split_keys=1024))
-    for jagged, shared, split in ((True, False, 0), (False, True, 0), (False, False, 1024)):
-        worklist._compile_worklist("sm_90a", dtype, "int32", 128, jagged, shared, split)
+    for form in ((True, False, 0, False), (False, True, 0, False), (False, False, 1024, False), (False, False, 0, True)):
+        worklist._compile_worklist("sm_90a", dtype, "int32", 128, *form)
 
 
 def test_shared_memory_fits():
