@@ -155,8 +155,6 @@ class PMA(nn.Module):
             raise TypeError(f"values has dtype {values.dtype}; allowed are torch.float32, torch.bfloat16, torch.float16")
         if values.device != self.seed_embs.device:
             raise ValueError(f"values is on {values.device} but the module is on {self.seed_embs.device}; they must agree")
-        if (
-            isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.shape[0] == 0
-        ):  # a batch of no samples, as some jagged containers give it
+        if isinstance(offsets, Tensor) and offsets.shape == (0,):  # a batch of no samples, as some jagged containers give it
             offsets = offsets.new_zeros(1)
         return values, offsets

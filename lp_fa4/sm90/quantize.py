@@ -245,20 +245,11 @@ class Quantize:
         """A tile that has rows."""
         x, offsets, means, codes, scales, transposed, sums, vectors, dots = operand
         batch = Int32(offsets.shape[0]) - 1
-        mean = cute.make_rmem_tensor(8, Float32)
-        mean.fill(0.0)
-        if const_expr(spec.centred):
-            eight(means, (at.b, at.head, at.column), mean)
+        mean = self.mean_of(spec, means, at)
         raw = cute.make_rmem_tensor((spec.words, spec.passes), Uint32)
         self.load(spec, x, at, raw)
         self.measure(spec, raw, mean, at, shared)
-        bytes_, inverses = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
-        self.find_scales(spec, at, bytes_, inverses, shared)
-        if const_expr(spec.bounded):
-            self.bound_rows(spec, raw, bytes_, inverses, shared)
-        self.encode(spec, raw, mean, at, bytes_, inverses, (codes, vectors, dots), factor, shared)
-        if const_expr(spec.products):
-            self.add_rows(spec, raw, at, bytes_[0], inverses[0], shared)
+        bytes_, inverses = self.to_codes(spec, raw, mean, at, (codes, vectors, dots), factor, shared)
         self.store_scales(spec, at, bytes_, offsets, batch, scales)
         if const_expr(spec.sums or spec.order is not None):
             self.meet()
@@ -268,6 +259,27 @@ class Quantize:
             region = region_groups(offsets, batch, at.b, Int32(scales.shape[0]))
             position = 32 * (at.begin // 32 + at.b) + at.first
             store_columns(shared.tile, transposed, at.head, position, 32 * region - at.first, spec.head_dim, spec.order)
+
+    @cute.jit
+    def mean_of(self, spec: cutlass.Constexpr, means, at):
+        """What is subtracted from this thread's columns."""
+        mean = cute.make_rmem_tensor(8, Float32)
+        mean.fill(0.0)
+        if const_expr(spec.centred):
+            eight(means, (at.b, at.head, at.column), mean)
+        return mean
+
+    @cute.jit
+    def to_codes(self, spec: cutlass.Constexpr, raw, mean, at, targets, factor: Float32, shared):
+        """A measured tile's scale bytes and what its values are multiplied by; its codes leave. ``targets``: as of :meth:`encode`."""
+        bytes_, inverses = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
+        self.find_scales(spec, at, bytes_, inverses, shared)
+        if const_expr(spec.bounded):
+            self.bound_rows(spec, raw, bytes_, inverses, shared)
+        self.encode(spec, raw, mean, at, bytes_, inverses, targets, factor, shared)
+        if const_expr(spec.products):
+            self.add_rows(spec, raw, at, bytes_[0], inverses[0], shared)
+        return bytes_, inverses
 
     @cute.jit
     def load(self, spec: cutlass.Constexpr, x, at, raw):

@@ -22,7 +22,6 @@ from cutlass.cutlass_dsl import T
 
 from lp_fa4.common.bundle import Bundle
 from lp_fa4.common.numbers import effect, inline_ptx
-from lp_fa4.common.rows import eight
 from lp_fa4.common.sequence import TILE
 from lp_fa4.common.sequence_vectors import RUNS
 from lp_fa4.compile import arch_of, build, fake, fake_offsets, kernel_cache, launch, multiprocessors, symbol
@@ -285,10 +284,7 @@ class QuantizeBeside(Quantize):
         first, begin = tile * TILE, b * tiles * TILE
         end = begin + tiles * TILE
         at = Place(head, b, begin, end, first, end, tid // spec.lanes, 8 * (tid % spec.lanes))
-        mean = cute.make_rmem_tensor(8, Float32)
-        mean.fill(0.0)
-        if const_expr(spec.centred):
-            eight(means, (b, head, at.column), mean)
+        mean = self.mean_of(spec, means, at)
         raw = cute.make_rmem_tensor((spec.words, spec.passes), Uint32)
         cute.arch.mbarrier_wait(shared.full, now[0] % 2)
         source = shared.source + at.row0 * (2 * d) + 2 * at.column
@@ -307,13 +303,7 @@ class QuantizeBeside(Quantize):
             self.fetch(following, shared)
         elif warp == TELLS and count % TOLD == TOLD - 1:
             self.finish(told, shared)
-        bytes_, inverses = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
-        self.find_scales(spec, at, bytes_, inverses, shared)
-        if const_expr(spec.bounded):
-            self.bound_rows(spec, raw, bytes_, inverses, shared)
-        self.encode(spec, raw, mean, at, bytes_, inverses, (codes, vectors, dots), factor, shared)
-        if const_expr(spec.products):
-            self.add_rows(spec, raw, at, bytes_[0], inverses[0], shared)
+        bytes_, inverses = self.to_codes(spec, raw, mean, at, (codes, vectors, dots), factor, shared)
         cute.arch.fence_view_async_shared()
         self.meet()
         if warp == TELLS:
